@@ -1,0 +1,99 @@
+"""Caches as pytrees and their pure operations.
+
+A cache keeps no length of its own: `Context.rows.lengths` says what is committed, absolute positions decide what is visible.
+*Verify and commit*: the last `tentative` tokens of a call may be rejected; the next call's `accepted` commits some of them.
+Attention caches need nothing for that (the next call writes over what was not accepted); recurrent ones replay: see `replay`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jaxllm.errors import UserError
+
+
+@struct.dataclass
+class KVCache:
+    """Contiguous keys `[b, g, s, k]` and values `[b, g, s, v]`; the token at position p lies at index p."""
+
+    k: Array
+    v: Array
+
+    @classmethod
+    def zeros(cls, b: int, g: int, s: int, k: int, v: int, dtype: Any) -> "KVCache":
+        return cls(jnp.zeros((b, g, s, k), dtype), jnp.zeros((b, g, s, v), dtype))
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[2]
+
+
+def write(buffer: Array, update: Array, positions: Array, valid: Array) -> Array:
+    """Write `update [b, g, t, k]` into `buffer [b, g, s, k]` at `positions [b, t]`, in place when the buffer is donated.
+
+    Tokens that are not `valid`, and positions beyond the capacity, are dropped: a caller checks the capacity on the host with
+    `check_capacity` before it calls. The scatter always carries one extra, dropped row, because XLA turns a single-row scatter
+    into select + dynamic-update-slice in two fusions and copies the whole buffer.
+    """
+    b, g, s, k = buffer.shape
+    t = update.shape[2]
+    index = jnp.where(valid & (positions >= 0), positions, s)
+    index = jnp.broadcast_to(index[:, None], (b, g, t)).reshape(-1)
+    lane = jnp.repeat(jnp.arange(b * g, dtype=jnp.int32), t)
+    index = jnp.concatenate([index, jnp.full(1, s, index.dtype)])
+    lane = jnp.concatenate([lane, jnp.zeros(1, lane.dtype)])
+    rows = jnp.concatenate([update.reshape(b * g * t, k), jnp.zeros((1, k), update.dtype)]).astype(buffer.dtype)
+    return buffer.reshape(b * g, s, k).at[lane, index].set(rows, mode="drop").reshape(b, g, s, k)
+
+
+def check_capacity(capacity: int, lengths: Any, new: Any) -> None:
+    """Refuse, on the host, a call that would write past the end. `lengths` and `new` are integers or host arrays."""
+    end = int((jnp.asarray(lengths) + jnp.asarray(new)).max())
+    if end > capacity:
+        raise UserError(f"cache: {end} tokens do not fit a cache of {capacity}; ask for a longer cache or generate fewer tokens")
+
+
+@struct.dataclass
+class Replayed:
+    """The token sequence that a recurrent layer runs in one call, and where its parts lie. n = draft + t."""
+
+    inputs: Any  # pytree of [b, n, ...]: accepted old tokens, then the new ones, then garbage
+    valid: Array  # bool [b, n]
+    commit: Array  # int32 [b]: the state to keep is the one after this many tokens
+    output: Array  # int32 [b, t]: index of each new token among the n
+
+
+def replay(pending: Any, inputs: Any, accepted: Array, new: Array, tentative: Array) -> Replayed:
+    """Put the accepted pending tokens before the new ones.
+
+    A recurrent state cannot shrink, so it stays at the commit point and the *inputs* of the tentative tokens wait in `pending`
+    (leaves `[b, draft, ...]`). The next call runs the accepted ones again, then its own tokens, in one pass.
+    """
+    t = jax.tree.leaves(inputs)[0].shape[1]
+    draft = jax.tree.leaves(pending)[0].shape[1]
+    j = jnp.arange(draft + t, dtype=jnp.int32)[None]
+    a = jnp.minimum(accepted, draft)[:, None]
+    source = jnp.where(j < a, j, draft + jnp.clip(j - a, 0, t - 1))
+
+    def join(old: Array, fresh: Array) -> Array:
+        both = jnp.concatenate([old, fresh.astype(old.dtype)], axis=1)
+        return jnp.take_along_axis(both, source.reshape(source.shape + (1,) * (both.ndim - 2)), axis=1)
+
+    valid = j < a + new[:, None]
+    output = jnp.minimum(a + jnp.arange(t, dtype=jnp.int32)[None], draft + t - 1)
+    return Replayed(jax.tree.map(join, pending, inputs), valid, a[:, 0] + new - tentative, output)
+
+
+def keep_pending(run: Replayed, draft: int) -> Any:
+    """The inputs of the tokens after the commit point: the next call's `pending`, leaves `[b, draft, ...]`."""
+    n = run.valid.shape[1]
+    index = jnp.minimum(run.commit[:, None] + jnp.arange(draft, dtype=jnp.int32)[None], n - 1)
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1), run.inputs)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that a cache really holds (arrays or their shapes)."""
+    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(cache))

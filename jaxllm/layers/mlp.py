@@ -1,0 +1,90 @@
+"""The dense feed-forward layer: SwiGLU, GeGLU or a plain MLP, by setting."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxllm.errors import UserError
+from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, fan_in, param
+from jaxllm.mesh import shard
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+class MLP(Layer, kw_only=True):
+    """`y = (act(x G) * (x U)) D` when gated (Shazeer 2020, arXiv 2002.05202), else `y = act(x U) D`.
+
+    d_ff: hidden width; default 8/3 d_model gated and 4 d_model ungated, rounded up to a multiple of 64. `[b t d] -> [b t d]`.
+    """
+
+    d_ff: int | None = None
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation: {self.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        if self.d_ff is not None and self.d_ff < 1:
+            raise UserError(f"d_ff: {self.d_ff} must be at least 1")
+        super().__post_init__()
+
+    @property
+    def width(self) -> int:
+        if self.d_ff is not None:
+            return self.d_ff
+        return -(-(self.d_model * 8 // 3 if self.gated else 4 * self.d_model) // 64) * 64
+
+    @nn.compact
+    def __call__(self, x: Array, ctx: Context) -> tuple[Array, Aux]:
+        del ctx
+        d, f = self.d_model, self.width
+        act = ACTIVATIONS[self.activation]
+
+        def linear(name: str, x: Array, shape: tuple[int, int], axes: tuple[str, str], scale: float = 1.0) -> Array:
+            y = jnp.einsum("...i,ij->...j", x, param(self, name, fan_in(shape[0], scale), shape, axes).astype(self.dtype))
+            if self.bias:
+                y = y + param(self, name.replace("proj", "bias"), Constant(0.0), shape[1:], axes[1:]).astype(self.dtype)
+            return y
+
+        if self.has_variable("params", "gate_up_proj"):  # made by `prepare`: one matmul reads both
+            gate, up = jnp.split(jnp.einsum("btd,df->btf", x, self.get_variable("params", "gate_up_proj").astype(self.dtype)), 2, axis=-1)
+            hidden = act(gate) * up
+        elif self.gated:
+            gate = shard(linear("gate_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp")
+            hidden = act(gate) * shard(linear("up_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp")
+        else:
+            hidden = act(shard(linear("up_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp"))
+        return linear("down_proj", hidden, (f, d), ("mlp", "embed"), RESIDUAL_SCALE), {}
+
+    @nn.nowrap
+    def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Fuse gate and up into one matrix."""
+        if not self.gated or self.bias:
+            return dict(params)
+        rest = {name: value for name, value in params.items() if name not in ("gate_proj", "up_proj")}
+        return {"gate_up_proj": jnp.concatenate([params["gate_proj"], params["up_proj"]], axis=-1), **rest}
+
+    @nn.nowrap
+    def cost(self, batch: int, t: int, s: float, dtype: Any) -> Cost:
+        """FLOPs `2 b t (3|2) d f`; nothing is cached. Kept for the backward: the input and the hidden arrays."""
+        del s
+        d, f, matrices = self.d_model, self.width, 3 if self.gated else 2
+        size = jnp.dtype(dtype).itemsize
+        params = matrices * d * f + (((matrices - 1) * f + d) if self.bias else 0)
+        return Cost(
+            flops=2 * batch * t * matrices * d * f,
+            params=params,
+            params_active=params,
+            activation_bytes=batch * t * (d + (3 if self.gated else 2) * f) * size,
+            collective_bytes=batch * t * d * size,
+        )

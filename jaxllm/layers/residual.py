@@ -1,0 +1,51 @@
+"""Residual schemes: how a block reads its input from the stream and writes its output back.
+
+A scheme is a module, one instance a site (`mixer`, `ffn` of each block, and `out` of the model), so that it may own parameters:
+
+    start(e) -> R        the embeddings become the stream's representation
+    read(R) -> x         what the site's layer sees, before its norm;   write(R, y) -> R   where its output goes
+    finish(R) -> x       what the final norm sees
+    split(R) -> (carry, fixed), merge(carry, fixed) -> R     what a scan carries, and what it only reads
+    boundary(R) -> R     called between groups, the only place where R may change its structure
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from jaxllm.mesh import shard
+
+
+class Residual(nn.Module, kw_only=True):
+    """The plain scheme, and the base of all others: `x <- x + y`. R is `x [b t d]` itself."""
+
+    site: str
+    d_model: int
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    norm_eps: float = 1e-6
+
+    def start(self, e: Array) -> Any:
+        return e
+
+    def read(self, R: Any) -> Array:
+        return R
+
+    def write(self, R: Any, y: Array) -> Any:
+        # Without this constraint the partitioner re-decides the stream's layout at each layer: three times the all-reduces.
+        return shard(R + y, "batch", "length", "act_embed")
+
+    def finish(self, R: Any) -> Array:
+        return R
+
+    def split(self, R: Any) -> tuple[Any, Any]:
+        return R, ()
+
+    def merge(self, carry: Any, fixed: Any) -> Any:
+        del fixed
+        return carry
+
+    def boundary(self, R: Any) -> Any:
+        return R

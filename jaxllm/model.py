@@ -1,0 +1,357 @@
+"""The model: embedding, groups of scanned periods, final norm and head. Everything else is a layer's own business.
+
+    x = E[tokens];   for each layer:  x <- write(x, mixer(norm(read(x))));  x <- write(x, ffn(norm(read(x))))
+    logits = softcap(norm(x) W),   W = E^T when tied
+
+Two layouts of one tree of parameters. *Stacked* (training, checkpoints): `g<i>/b<j>/...` with the repeats of group i on axis 0, run
+by `nn.scan` so that compile time does not grow with depth. *Unstacked* (decoding): `g<i>_<n>/b<j>/...`, one entry a repeat, because a scan
+would copy each layer's weights and caches at every token. `jaxllm.params` holds the pure functions between them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jaxllm.errors import UserError
+from jaxllm.layers.base import Aux, Context, Cost, Normal, param
+from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.residual import Residual
+from jaxllm.mesh import shard
+from jaxllm.pattern import Group, check_roles, parse
+
+REMAT: dict[str, Callable[..., Any] | None] = {
+    "none": None,  # keep every activation
+    "full": jax.checkpoint_policies.nothing_saveable,  # keep only the stream between periods
+    "dots": jax.checkpoint_policies.checkpoint_dots,  # keep matmul results
+    "dots_no_batch": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,  # keep matmuls with weights, not attention scores
+}
+
+
+@struct.dataclass
+class Out:
+    """Result of a call. hidden: after the final norm, `[b t d]`; logits fp32 `[b t v]` or None; capture and aux: flat dicts."""
+
+    logits: Array | None
+    hidden: Array
+    capture: dict[str, Array]
+    aux: Aux
+
+
+def _named(aux: Aux, name: str) -> Aux:
+    """Prefix a child's keys with its name. Losses keep theirs: they are summed over the whole model."""
+    out = {}
+    for key, value in aux.items():
+        kind, _, rest = key.partition("/")
+        out[key if kind == "loss" else f"{kind}/{name}/{rest}"] = value
+    return out
+
+
+def _merge(into: Aux, more: Aux) -> Aux:
+    return {**into, **{key: into[key] + value if key in into else value for key, value in more.items()}}
+
+
+class Block(nn.Module, kw_only=True):
+    """One layer: a mixer and an ffn, each behind a norm, each read from and written to the residual scheme."""
+
+    mixer: Callable[..., nn.Module]
+    ffn: Callable[..., nn.Module]
+    residual: Callable[..., Residual]
+    norm: Callable[..., nn.Module]
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, R: Any, ctx: Context, cache: Any, shared: Mapping[str, Array]) -> tuple[Any, Any, Mapping[str, Array], Aux]:
+        drop = nn.Dropout(self.dropout, deterministic=not ctx.train) if self.dropout else lambda y: y
+        site = self.residual(site="mixer", name="residual_mixer")
+        with jax.named_scope("mixer"):
+            x = self.norm(name="norm_mixer")(site.read(R))
+            y, cache, shared, aux_mixer = self.mixer(name="mixer")(x, ctx, cache, shared)
+        R = site.write(R, drop(y))
+        site = self.residual(site="ffn", name="residual_ffn")
+        with jax.named_scope("ffn"):
+            y, aux_ffn = self.ffn(name="ffn")(self.norm(name="norm_ffn")(site.read(R)), ctx)
+        R = site.write(R, drop(y))
+        return R, cache, shared, _merge(_named(aux_mixer, "mixer"), _named(aux_ffn, "ffn"))
+
+
+class Period(nn.Module, kw_only=True):
+    """The layers of one period of a group, in order: the body of the scan."""
+
+    blocks: tuple[Callable[..., Block], ...]
+    residual: Callable[..., Residual]
+
+    @nn.compact
+    def __call__(self, carry: tuple[Any, Mapping[str, Array]], ctx: Context, caches: Any, fixed: Any) -> tuple[Any, tuple[Any, Aux]]:
+        stream, shared = carry
+        scheme = self.residual(site="period", parent=None)
+        R = scheme.merge(stream, fixed)
+        aux: Aux = {}
+        new_caches = {}
+        for j, block in enumerate(self.blocks):
+            name = f"b{j}"
+            R, cache, shared, more = block(name=name)(R, ctx, None if caches is None else caches[name], shared)
+            new_caches[name] = cache
+            aux = _merge(aux, _named(more, name))
+            if "stream" in ctx.capture:
+                aux[f"capture/{name}/stream"] = scheme.finish(R)
+        return (scheme.split(R)[0], shared), (None if caches is None else new_caches, aux)
+
+
+class LanguageModel(nn.Module, kw_only=True):
+    """Composed by yaml: see `conf/model/`. `mixers`, `ffns`, `residual` and `norm` are partials (classes with some fields set).
+
+    vocab_size: real token ids; the table is padded to a multiple of `vocab_multiple`, and padded ids can neither win nor count.
+    layers: see `jaxllm.pattern`. remat: what the backward recomputes, one of `REMAT`. scan: stacked layout (see the module).
+    dtype: of the computation; null = float32 on CPU (bf16 matmuls are slower there), bfloat16 elsewhere. param_dtype: of the master copy.
+    embed_scale: the embedding is multiplied by it (Gemma: sqrt(d_model)). max_seq_len: the longest sequence allowed; null = no limit.
+    """
+
+    vocab_size: int
+    d_model: int
+    layers: str
+    mixers: Mapping[str, Callable[..., nn.Module]]
+    ffns: Mapping[str, Callable[..., nn.Module]]
+    residual: Callable[..., Residual] = Residual
+    norm: Callable[..., nn.Module] = RMSNorm
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    embed_scale: float | None = None
+    logit_softcap: float | None = None
+    vocab_multiple: int = 1
+    max_seq_len: int | None = None
+    dropout: float = 0.0
+    dtype: str | None = None
+    param_dtype: str = "float32"
+    logits_dtype: str = "float32"
+    remat: str = "none"
+    scan: bool = True
+
+    def __post_init__(self) -> None:
+        check_roles(self.groups, self.mixers, self.ffns)
+        if self.remat not in REMAT:
+            raise UserError(f"model.remat: {self.remat!r} is not one of {', '.join(REMAT)}")
+        if self.vocab_size < 1 or self.d_model < 1 or self.vocab_multiple < 1 or not 0 <= self.dropout < 1:
+            raise UserError(
+                f"model: vocab_size={self.vocab_size}, d_model={self.d_model}, vocab_multiple={self.vocab_multiple} must be >= 1 and"
+                f" dropout={self.dropout} in [0, 1)"
+            )
+        for key in ("dtype", "param_dtype", "logits_dtype"):
+            if getattr(self, key) not in (None, "float32", "bfloat16", "float16", "float64"):
+                raise UserError(f"model.{key}: {getattr(self, key)!r} is not float32, bfloat16, float16 or float64")
+        for kind, partials in (("mixers", self.mixers), ("ffns", self.ffns), ("", {"residual": self.residual, "norm": self.norm})):
+            for role, partial in partials.items():
+                if isinstance(partial, nn.Module):  # an instance would be adopted once and share its weights between blocks
+                    raise UserError(f"model.{kind}{'.' if kind else ''}{role}: needs _partial_: true, got a finished {type(partial).__name__}")
+        super().__post_init__()
+
+    # ---- what the fields mean ------------------------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return parse(self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(group.layers for group in self.groups)
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def compute_dtype(self) -> Any:
+        if self.dtype is not None:
+            return jnp.dtype(self.dtype)
+        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+    @nn.nowrap
+    def unrolled(self) -> "LanguageModel":
+        """The same model on unstacked parameters: needed wherever a cache is passed."""
+        return self.clone(scan=False)
+
+    @nn.nowrap
+    def _supplied(self) -> dict[str, Any]:
+        return {
+            "d_model": self.d_model,
+            "dtype": self.compute_dtype,
+            "param_dtype": jnp.dtype(self.param_dtype),
+            "norm_eps": self.norm_eps,
+        }
+
+    @nn.nowrap
+    def mixer(self, role: str, **kwargs: Any) -> Any:
+        """The mixer of a role with the model's fields filled in; unbound unless `name` is given."""
+        return self.mixers[role](**self._supplied(), **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
+
+    @nn.nowrap
+    def ffn(self, role: str, **kwargs: Any) -> Any:
+        return self.ffns[role](**self._supplied(), **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
+
+    @nn.nowrap
+    def _norm(self, **kwargs: Any) -> nn.Module:
+        return self.norm(eps=self.norm_eps, param_dtype=jnp.dtype(self.param_dtype), **kwargs)
+
+    @nn.nowrap
+    def _residual(self, **kwargs: Any) -> Residual:
+        return self.residual(**self._supplied(), **kwargs)
+
+    @nn.nowrap
+    def _block(self, mixer_role: str, ffn_role: str) -> Callable[..., Block]:
+        def make(**kwargs: Any) -> Block:
+            return Block(
+                mixer=lambda **kw: self.mixer(mixer_role, **kw),
+                ffn=lambda **kw: self.ffn(ffn_role, **kw),
+                residual=self._residual,
+                norm=self._norm,
+                dropout=self.dropout,
+                **kwargs,
+            )
+
+        return make
+
+    # ---- the forward pass ----------------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        d, v = self.d_model, self.padded_vocab
+        self.embed = param(self, "embed", Normal(d**-0.5), (v, d), ("vocab", "embed"), dtype=jnp.dtype(self.param_dtype))
+        if not self.tie_embeddings:
+            self.lm_head = param(self, "lm_head", Normal(d**-0.5), (d, v), ("embed", "vocab"), dtype=jnp.dtype(self.param_dtype))
+        self.final_norm = self._norm(name="final_norm")
+        self.residual_out = self._residual(site="out", name="residual_out")
+        policy = REMAT[self.remat]
+        periods = []
+        for i, group in enumerate(self.groups):
+            blocks = tuple(self._block(*pair) for pair in group.period)
+            kwargs = {"blocks": blocks, "residual": self._residual}
+            body = Period if policy is None else nn.remat(Period, prevent_cse=not self.scan, policy=policy)
+            if not self.scan:
+                periods.append([body(**kwargs, name=f"g{i}_{n}") for n in range(group.repeats)])
+                continue
+            scanned = nn.scan(
+                body,
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
+                out_axes=0,
+                length=group.repeats,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            periods.append([scanned(**kwargs, name=f"g{i}")])
+        self.periods = periods
+
+    @nn.nowrap
+    def _shared_start(self, ctx: Context) -> dict[str, Array]:
+        b, t = ctx.tokens.shape
+        spec: dict[str, jax.ShapeDtypeStruct] = {}
+        for role in dict.fromkeys(pair[0] for group in self.groups for pair in group.period):
+            spec.update(self.mixer(role).shared_spec(b, t, ctx.train, self.compute_dtype))
+        return {name: jnp.zeros(s.shape, s.dtype) for name, s in spec.items()}
+
+    def backbone(self, ctx: Context, cache: Any = None) -> tuple[Any, Out]:
+        """Everything but the head."""
+        if cache is not None and self.scan:
+            raise ValueError("a cache needs the unstacked layout: use model.unrolled() with unstack(model, params)")
+        if self.max_seq_len is not None and cache is None and ctx.tokens.shape[1] > self.max_seq_len:
+            raise UserError(f"model.max_seq_len: a sequence of {ctx.tokens.shape[1]} is longer than {self.max_seq_len}; shorten it or raise the limit")
+        x = jnp.take(self.embed, ctx.tokens, axis=0, mode="clip").astype(self.compute_dtype)
+        if self.embed_scale is not None:
+            x = x * jnp.asarray(self.embed_scale, x.dtype)
+        R = self.residual_out.start(shard(x, "batch", "length", "act_embed"))
+        shared: Mapping[str, Array] = self._shared_start(ctx)
+        aux: Aux = {}
+        new_cache = {}
+        streams = [x[None]] if "stream" in ctx.capture else []
+        for i, periods in enumerate(self.periods):
+            if i:
+                R = self.residual_out.boundary(R)
+            carry, fixed = self.residual_out.split(R)
+            parts: list[Aux] = []
+            for n, period in enumerate(periods):
+                key = f"g{i}_{n}"
+                (carry, shared), (caches, part) = period((carry, shared), ctx, None if cache is None else cache[key], fixed)
+                new_cache[key] = caches
+                parts.append(part)
+            R = self.residual_out.merge(carry, fixed)
+            # Both layouts report alike: one leading axis of repeats.
+            group_aux = parts[0] if self.scan else {k: jnp.stack([p[k] for p in parts]) for k in parts[0]}
+            for k, value in _named(group_aux, f"g{i}").items():
+                aux = _merge(aux, {k: jnp.sum(value, axis=0)} if k.startswith("loss/") else {k: value})
+            if streams:
+                ordered = [aux.pop(f"capture/g{i}/b{j}/stream") for j in range(len(self.groups[i].period))]
+                streams.append(jnp.stack(ordered, axis=1).reshape(-1, *x.shape))
+        hidden = self.final_norm(self.residual_out.finish(R))
+        capture = {k.removeprefix("capture/"): aux.pop(k) for k in list(aux) if k.startswith("capture/")}
+        if streams:  # entry k is the stream after k blocks: 0 = embeddings, num_layers = before the final norm
+            capture["stream"] = jnp.concatenate(streams)
+        return (None if cache is None else new_cache), Out(None, hidden, capture, aux)
+
+    def head(self, hidden: Array) -> Array:
+        """Logits `[.., padded_vocab]`; ids past `vocab_size` get a value no sampler picks and no softmax counts."""
+        w = (self.embed.T if self.tie_embeddings else self.lm_head).astype(self.compute_dtype)
+        logits = jnp.einsum("...d,dv->...v", hidden, w, preferred_element_type=jnp.float32)
+        if self.logit_softcap is not None:
+            logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
+        if self.padded_vocab != self.vocab_size:
+            logits = jnp.where(jnp.arange(self.padded_vocab) < self.vocab_size, logits, -1e30)
+        return logits.astype(self.logits_dtype)
+
+    def __call__(self, ctx: Context, cache: Any = None) -> tuple[Any, Out]:
+        cache, out = self.backbone(ctx, cache)
+        return cache, out.replace(logits=self.head(out.hidden))
+
+    # ---- unbound: what callers ask without arrays --------------------------------------------------------------------------------
+
+    @nn.nowrap
+    def head_weight(self, params: Mapping[str, Any]) -> Array:
+        """The matrix `[d, padded_vocab]` of the head, for a loss that never holds all logits."""
+        return params["embed"].T if self.tie_embeddings else params["lm_head"]
+
+    @nn.nowrap
+    def init_cache(self, batch: int, length: int, dtype: Any = None, *, draft: int = 0, pages: int | None = None) -> dict[str, Any]:
+        """A cache for each layer, in the unstacked layout, with room for `length` tokens a row (tentative ones included)."""
+        dtype = self.compute_dtype if dtype is None else jnp.dtype(dtype)
+        make = lambda role: self.mixer(role).init_cache(batch, length, dtype, draft=draft, pages=pages)  # noqa: E731
+        return {
+            f"g{i}_{n}": {f"b{j}": make(pair[0]) for j, pair in enumerate(group.period)}
+            for i, group in enumerate(self.groups)
+            for n in range(group.repeats)
+        }
+
+    @nn.nowrap
+    def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters for decoding, from unstacked ones: each layer fuses or absorbs its own. Pure."""
+        out = dict(params)
+        for i, group in enumerate(self.groups):
+            for n in range(group.repeats):
+                period = dict(params[f"g{i}_{n}"])
+                for j, (mixer, ffn) in enumerate(group.period):
+                    block = dict(period[f"b{j}"])
+                    for name, layer in (("mixer", self.mixer(mixer)), ("ffn", self.ffn(ffn))):
+                        if name in block:
+                            block[name] = layer.prepare(block[name])
+                    period[f"b{j}"] = block
+                out[f"g{i}_{n}"] = period
+        return out
+
+    @nn.nowrap
+    def cost(self, batch: int = 1, t: int = 1, s: float = 1, dtype: Any = None) -> Cost:
+        """Cost of a forward call: every new token meets `s` keys. Norms and residual schemes hold few parameters: see the table."""
+        dtype = self.compute_dtype if dtype is None else dtype
+        d, v = self.d_model, self.padded_vocab
+        size = jnp.dtype(dtype).itemsize
+        total = Cost(
+            flops=2 * batch * t * d * v,
+            params=d * v * (1 if self.tie_embeddings else 2),
+            params_active=d * v,
+            activation_bytes=batch * t * d * size,
+        )
+        for group in self.groups:
+            for mixer, ffn in group.period:
+                layer = self.mixer(mixer).cost(batch, t, s, dtype) + self.ffn(ffn).cost(batch, t, s, dtype)
+                total = total + (layer + Cost(activation_bytes=4 * batch * t * d * size)) * group.repeats
+        return total

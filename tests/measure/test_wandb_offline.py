@@ -1,0 +1,72 @@
+"""A real offline run, read back with W&B's own reader: nothing lost, nothing in it that was not announced."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("wandb")
+
+RUN = """
+    import sys
+    from jaxllm.measure.trackers import make_tracker
+    assert "wandb" not in sys.modules, "wandb is imported only when a run opens"
+    folder = sys.argv[1]
+    def go(resume_id, steps):
+        tracker = make_tracker("wandb", folder, {"optim": {"lr": 0.1}}, project="p", name="n", resume_id=resume_id,
+                               tags=("t",), group="g", log=lambda line: print("SAID", line))
+        for step in steps:
+            tracker.log(step, {"train/loss": 10.0 + step, "train/mfu": "n/a"})
+            tracker.log(step, {"val/loss": 20.0 + step})
+        tracker.table(steps[-1], "samples", ["text"], [["def f(): ü"]])
+        tracker.histogram(steps[-1], "w", [1.0, 2.0])
+        tracker.summary({"best": 1.5})
+        tracker.close(60)
+        return tracker.id
+    first = go(None, [1, 2, 3])
+    assert go(first, [2, 3, 4]) == first
+    print("ID", first)
+"""
+
+
+def records(folder: Path) -> list[dict]:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_an_offline_run_is_complete_and_reads_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(RUN), str(run_dir)],
+        capture_output=True, text=True, timeout=120, env=os.environ.copy(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "SAID" not in done.stdout, done.stdout
+    identity = done.stdout.split()[-1]
+    folders = sorted((run_dir / "wandb").glob(f"offline-run-*-{identity}"))
+    assert folders, list(run_dir.rglob("*"))
+    history, everything = [], []
+    for folder in folders:
+        found = records(folder)
+        everything += found
+        history += [r["history"]["item"] for r in found if r["type"] == "history"]
+    rows = [(row["step"], row["train/loss"], row["val/loss"]) for row in history]
+    assert sorted(rows) == sorted((s, 10.0 + s, 20.0 + s) for s in [1, 2, 3, 2, 3, 4]), "every step, also those again"
+    declared = [r["metric"] for r in everything if r["type"] == "metric"]
+    assert any(m.get("glob_name") == "*" and m.get("step_metric") == "step" for m in declared)
+    (run, *_) = [r["run"] for r in everything if r["type"] == "run"]
+    assert run["run_id"] == identity and run["project"] == "p" and run["config"]["update"]["optim"] == {"lr": 0.1}
+    text = json.dumps(everything)
+    assert "table-file" in text and '"w._type": "histogram"' in text and '"best": 1.5' in text
+    tables = [p.read_text(encoding="utf-8") for p in run_dir.rglob("*.table.json")]
+    assert any(json.loads(t)["data"] == [["def f(): ü"]] for t in tables)
+    names = {p.name for p in run_dir.rglob("*")}
+    assert not names & {"requirements.txt", "diff.patch", "wandb-metadata.json", "output.log"}, names

@@ -75,6 +75,8 @@ def test_whatever_decides_the_tokens_makes_another_entry(corpus_files):
     changed.write_text("other\n")
     corpus = text().prepare(base=corpus_files)
     assert corpus.folder not in made and "other\n" in contents(corpus)
+    changed.write_text("OTHER\n")  # as long as before
+    assert "OTHER\n" in contents(text().prepare(base=corpus_files))
 
 
 def test_a_tokenizer_file_is_part_of_the_fingerprint(corpus_files):
@@ -99,14 +101,16 @@ def damage(name, how):
             path.unlink()
         elif how == "short":
             path.write_bytes(path.read_bytes()[:-1])
+        elif how == "long":
+            path.write_bytes(path.read_bytes() + b"\0\0")
         else:
             path.write_bytes(b"\xff" * path.stat().st_size)
     return pytest.param(do, id=f"{name}-{how}")
 
 
 @pytest.mark.parametrize("spoil", [
-    damage("tokens.bin", "short"), damage("tokens.bin", "gone"), damage("lengths.bin", "gone"),
-    damage("lengths.bin", "garbage"), damage("meta.json", "gone"), damage("meta.json", "garbage"),
+    damage("tokens.bin", "short"), damage("tokens.bin", "long"), damage("tokens.bin", "gone"),
+    damage("lengths.bin", "gone"), damage("lengths.bin", "garbage"), damage("meta.json", "gone"), damage("meta.json", "garbage"),
     damage("tokenizer/jaxllm_tokenizer.json", "gone"), damage("tokenizer/jaxllm_tokenizer.json", "garbage")])
 def test_a_damaged_entry_is_named_and_built_again(spoil, corpus_files):
     first = text().prepare(base=corpus_files)

@@ -110,7 +110,8 @@ def damage(name, how):
 
 @pytest.mark.parametrize("spoil", [
     damage("tokens.bin", "short"), damage("tokens.bin", "long"), damage("tokens.bin", "gone"),
-    damage("lengths.bin", "gone"), damage("lengths.bin", "garbage"), damage("meta.json", "gone"), damage("meta.json", "garbage"),
+    damage("lengths.bin", "gone"), damage("lengths.bin", "garbage"),
+    damage("meta.json", "gone"), damage("meta.json", "garbage"),
     damage("tokenizer/jaxllm_tokenizer.json", "gone"), damage("tokenizer/jaxllm_tokenizer.json", "garbage")])
 def test_a_damaged_entry_is_named_and_built_again(spoil, corpus_files):
     first = text().prepare(base=corpus_files)

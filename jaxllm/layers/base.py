@@ -174,7 +174,7 @@ def param(
     once, against the declaration, where parameters enter the program.
     """
     if module.has_variable("params", name):
-        return module.get_variable("params", name)
+        return nn.meta.unbox(module.get_variable("params", name))  # boxed when they come straight from `model.init`
     if len(axes) != len(shape):
         raise ValueError(f"parameter {name}: {len(axes)} logical axes for shape {shape}")
     dtype = getattr(module, "param_dtype", jnp.float32) if dtype is None else dtype

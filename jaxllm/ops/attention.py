@@ -28,8 +28,8 @@ def attention_naive(q: Array, k: Array, v: Array, mask: Array, *, scale: float, 
     scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    mask = mask[:, None]
-    weights = jnp.where(mask, jnp.exp(scores - jnp.max(jnp.where(mask, scores, _MASKED), axis=-1, keepdims=True)), 0.0)
+    scores = jnp.where(mask[:, None], scores, _MASKED)
+    weights = jnp.where(mask[:, None], jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
     return jnp.einsum("bhts,bshv->bthv", weights.astype(v.dtype), v)
@@ -38,18 +38,21 @@ def attention_naive(q: Array, k: Array, v: Array, mask: Array, *, scale: float, 
 def _core(q: Array, k: Array, v: Array, mask: Array, scale: float, softcap: float | None) -> Array:
     """`q [b g r t k]`, `k [b g s k]`, `v [b g s v]`, `mask [b t s]` -> `[b g r t v]`.
 
-    The sum of the weights is divided out after the product with v: t x v divisions instead of t x s.
+    Heads of a group and their queries form one axis in both products: with two axes XLA transposes k first, which in decoding is a
+    copy of the whole cache. The sum of the weights is divided out after the product with v: t x v divisions instead of t x s.
     """
-    scores = jnp.einsum("bgrtk,bgsk->bgrts", q, k, preferred_element_type=jnp.float32) * scale
+    b, g, r, t, _ = q.shape
+    scores = jnp.einsum("bgnk,bgsk->bgns", q.reshape(b, g, r * t, -1), k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask[:, None, None], scores, _MASKED)
+    scores = jnp.where(mask[:, None, None], scores.reshape(b, g, r, t, -1), _MASKED)
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), 0.1 * _MASKED))
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("bgrts,bgsv->bgrtv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return (out / total).astype(v.dtype)
+    weights = weights.astype(v.dtype).reshape(b, g, r * t, -1)
+    out = jnp.einsum("bgns,bgsv->bgnv", weights, v, preferred_element_type=jnp.float32)
+    return (out.reshape(b, g, r, t, -1) / total).astype(v.dtype)
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, *, scale: float, softcap: float | None = None, causal_blocks: int = 1) -> Array:

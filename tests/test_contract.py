@@ -1,0 +1,37 @@
+"""Every `conf/mixer/*.yaml` and `conf/ffn/*.yaml` keeps the contract. A new file is picked up by its name alone."""
+
+import functools
+
+import contract
+import pytest
+import toys
+
+from jaxllm.config import component, options
+
+TOYS = {
+    "toy_recurrent": ({"m": toys.ToyRecurrent}, "3* m/dense"),
+    "toy_shared": ({"m": toys.ToyRecurrent, "own": toys.ToyShare, "use": functools.partial(toys.ToyShare, owner=False)}, "own/dense | 2* m/dense use/dense"),
+}
+CHECKS = [getattr(contract, name) for name in dir(contract) if name.startswith("check_")]
+STATELESS = [getattr(contract, f"check_{name}") for name in ("causal", "packed", "padding", "bf16_gradients", "sharded", "cost", "flops")]
+
+
+@functools.cache
+def subject(kind: str) -> contract.Subject:
+    if kind.startswith("mixer/"):
+        return contract.Subject(contract.model_of({"m": component("mixer", kind.removeprefix("mixer/"))}, "3* m/dense"))
+    if kind.startswith("ffn/"):
+        ffn = component("ffn", kind.removeprefix("ffn/"))
+        return contract.Subject(contract.model_of({"m": component("mixer", "gqa")}, "2* m/f", {"f": ffn}))
+    mixers, layers = TOYS[kind]
+    return contract.Subject(contract.model_of(mixers, layers))
+
+
+CASES = [(f"mixer/{name}", check) for name in options("mixer") for check in CHECKS]
+CASES += [(name, check) for name in sorted(TOYS) for check in CHECKS]
+CASES += [(f"ffn/{name}", check) for name in options("ffn") for check in STATELESS]  # an ffn has no cache to split or to roll back
+
+
+@pytest.mark.parametrize(("kind", "check"), CASES, ids=[f"{kind}-{check.__name__.removeprefix('check_')}" for kind, check in CASES])
+def test_contract(kind, check):
+    check(subject(kind))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import UserError
 
@@ -43,25 +43,37 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 _RULES: contextvars.ContextVar[Rules] = contextvars.ContextVar("jaxllm_rules", default=RULES)
 
 
-def build_mesh(axes: Mapping[str, int] | None = None, *, axis_type: str = "auto", devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over all devices; one size may be -1 (what is left). The axis type of the whole program is chosen here alone."""
-    devices = jax.devices() if devices is None else list(devices)
+def mesh_sizes(axes: Mapping[str, int] | None, devices: int) -> dict[str, int]:
+    """Sizes of all axes; one may be -1: what is left of `devices`."""
     sizes = {name: int((axes or {}).get(name, 1)) for name in dict.fromkeys([*AXES, *(axes or {})])}
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
         raise UserError(f"mesh.axes: {sizes} needs sizes of at least 1, and -1 (what is left) at most once")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
     if free:
-        if len(devices) % fixed:
-            raise UserError(f"mesh.axes: {fixed} does not divide the {len(devices)} devices present, so {free[0]}=-1 has no size")
-        sizes[free[0]] = len(devices) // fixed
-    elif fixed > len(devices):
-        raise UserError(f"mesh.axes: {sizes} needs {fixed} devices, {len(devices)} are present; lower an axis or set one to -1")
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        if devices % fixed:
+            raise UserError(f"mesh.axes: {fixed} does not divide the {devices} devices present, so {free[0]}=-1 has no size")
+        sizes[free[0]] = devices // fixed
+    return sizes
+
+
+def build_mesh(axes: Mapping[str, int] | None = None, *, axis_type: str = "auto", devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over the devices; the axis type of the whole program is chosen here alone."""
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_sizes(axes, len(devices))
     count = math.prod(sizes.values())
+    if count > len(devices):
+        raise UserError(f"mesh.axes: {sizes} needs {count} devices, {len(devices)} are present; lower an axis or set one to -1")
     kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     if axis_type not in kinds:
         raise UserError(f"mesh.axis_type: {axis_type!r} is not one of {', '.join(kinds)}")
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kinds[axis_type],) * len(sizes), devices=devices[:count])
+
+
+def abstract_mesh(axes: Mapping[str, int] | None = None) -> AbstractMesh:
+    """A mesh without devices, to plan for a machine that is not here: only a -1 asks how many there are."""
+    sizes = mesh_sizes(axes, jax.device_count() if -1 in (axes or {}).values() else 1)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 @contextlib.contextmanager

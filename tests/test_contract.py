@@ -6,7 +6,8 @@ import contract
 import pytest
 import toys
 
-from jaxllm.config import component, options
+from jaxllm.compose import component
+from jaxllm.config import options
 
 TOYS = {
     "toy_recurrent": ({"m": toys.ToyRecurrent}, "3* m/dense"),

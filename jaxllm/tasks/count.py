@@ -1,0 +1,182 @@
+"""`task=count model=NAME`: parameters, FLOPs and bytes of a model, from its configuration alone. Nothing is allocated.
+
+Conventions. FLOPs are those of matrix products, a multiply-add counts 2. Causal: a token of a sequence of length n meets (n + 1) / 2
+keys on average. Training is three forward passes' worth. Bytes of caches are at the model's compute dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import Config
+from jaxllm.errors import UserError
+from jaxllm.layers.base import Context
+from jaxllm.measure.memory import saved_for_backward, shard_bytes, tree_bytes
+from jaxllm.mesh import abstract_mesh, param_shardings
+from jaxllm.model import LanguageModel
+from jaxllm.params import declare, is_declared, path_name
+from jaxllm.tasks import TaskIO
+from jaxllm.training.objectives import Forward, total_loss
+from jaxllm.training.settings import TrainSettings
+from jaxllm.training.state import abstract_state
+
+
+@dataclasses.dataclass(frozen=True)
+class CountSettings:
+    """context: tokens a row, batch: rows; null = the training configuration's (phase train) or 1024 and 1. phase: what one token is
+    part of: a decode step with `context` tokens before it, a prefill of `context` tokens, or a training step on them."""
+
+    context: int | None = None
+    batch: int | None = None
+    phase: Literal["decode", "prefill", "train"] = "decode"
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name}: {value} must be at least 1")
+
+
+def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
+    """The JSON fields of the count; the table of parameters goes to stderr."""
+    settings: CountSettings = cfg.section("count")
+    train: TrainSettings = cfg.section("train")
+    model = cfg.build("model", **vocabulary(cfg))
+    place = cfg.section("mesh")
+    mesh = abstract_mesh(place.axes)
+    declared = declare(model)
+    training = settings.phase == "train"
+    context = settings.context or (train.seq_len if training else 1024)
+    batch = settings.batch or (train.batch_size if training else 1)
+    if model.max_seq_len is not None and context > model.max_seq_len:
+        raise UserError(f"count.context: {context} is longer than model.max_seq_len={model.max_seq_len}")
+
+    for line in table(declared, mesh, place.rules):
+        io.log(line)
+    cost = model.cost(1, 1, context)
+    boxes = jax.tree.leaves(declared, is_leaf=is_declared)
+    total = sum(box.value.size for box in boxes)
+    memory = training_memory(cfg, model, declared, mesh, rows=settings.batch, length=settings.context)
+    result = {
+        "params_total": total,
+        "params_active": total - (cost.params - cost.params_active),
+        "params_trained": sum(box.value.size for box in boxes if box.trainable),
+        "flops_per_token": flops_per_token(model, settings.phase, context),
+        "cache_bytes_per_token": cost.cache_per_token,
+        "cache_bytes_constant": cost.cache_constant,
+        "cache_bytes_total": batch * (cost.cache_per_token * context + cost.cache_constant),
+        "train_bytes": sum(memory["per_device"].values()),
+        "train_bytes_parts": memory["per_device"],
+        "train_rows": memory["rows"],
+        "train_seq_len": memory["length"],
+        "mesh": {name: size for name, size in mesh.shape.items()},
+        "context": context,
+        "batch": batch,
+        "phase": settings.phase,
+        "dtype": str(model.compute_dtype),
+    }
+    for line in summary(result):
+        io.log(line)
+    return result
+
+
+def vocabulary(cfg: Config) -> dict[str, int]:
+    """The size of the vocabulary when the model takes the tokenizer's: read from the tokenizer's settings, which is all there is."""
+    if cfg.get("model.vocab_size", None) is not None:
+        return {}
+    size = cfg.get("data.tokenizer.vocab_size", None)
+    if size is None:
+        tokenizer = cfg.build("data").tokenizer
+        size = getattr(tokenizer, "vocab_size", None)
+    if not size:
+        raise UserError("model.vocab_size: null, and the tokenizer's size is not known before it is made; give model.vocab_size=N")
+    return {"vocab_size": int(size)}
+
+
+def flops_per_token(model: LanguageModel, phase: str, context: int) -> float:
+    """Of a decode step behind `context` tokens, or on average over a causal sequence of that length."""
+    if phase == "decode":
+        return model.cost(1, 1, context).flops
+    forward = model.cost(1, context, (context + 1) / 2).flops / context
+    return forward * (3 if phase == "train" else 1)
+
+
+def training_memory(
+    cfg: Config, model: LanguageModel, declared: Any, mesh: Any, *, rows: int | None = None, length: int | None = None
+) -> dict[str, Any]:
+    """Bytes a device holds in training: parameters, gradients, optimiser state, and what one micro-batch keeps for its backward."""
+    train: TrainSettings = cfg.section("train")
+    place = cfg.section("mesh")
+    state = abstract_state(model, cfg.build("optim"), declared=declared)
+    shardings = param_shardings(declared, mesh, place.rules)
+    by_shape = {(s.shape, s.dtype): sh for s, sh in zip(jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)}
+
+    def placed(tree: Any) -> Any:
+        """Optimiser leaves mirror a parameter of their shape and live where it lives."""
+        one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_shape.get((x.shape, x.dtype)))  # noqa: E731
+        return jax.tree.map(one, tree)
+
+    params = placed(state.params)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), params)
+    rows = rows or max(1, train.batch_size // train.accumulate)
+    length = length or train.seq_len
+    ways = mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
+    per_device = {
+        "params": shard_bytes(params),
+        "grads": shard_bytes(grads),
+        "optimiser": shard_bytes(placed((state.opt_state, state.master))),
+        # Each device keeps its rows whole; what tensor parallelism also splits is left out, so this is an upper bound there.
+        "activations": activation_bytes(cfg, model, state.params, -(-rows // ways), length),
+    }
+    return {"per_device": per_device, "rows": rows, "length": length}
+
+
+def activation_bytes(cfg: Config, model: LanguageModel, params: Any, rows: int, length: int) -> int:
+    """What the backward of this configuration's loss keeps, for `rows` sequences of `length` tokens."""
+    objectives = cfg.build("objective")
+    spec = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    batch = {name: spec for name in ("tokens", "labels", "positions", "segments")}
+    batch["weights"] = jax.ShapeDtypeStruct((rows, length), jnp.float32)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"], train=True)
+        rngs = {"dropout": jax.random.key(0)}
+        out = model.apply({"params": params}, ctx, method="backbone", rngs=rngs)[1]
+        counts = {name: o.count(batch) for name, o in objectives.items()} | {"valid": jnp.sum(batch["weights"])}
+        weights = {name: jnp.float32(1.0) for name in objectives}
+        return total_loss(objectives, Forward(model, params, batch, ctx, out, 1, jax.random.key(0)), counts, weights)[0]
+
+    return saved_for_backward(loss, params, batch)
+
+
+def table(declared: Any, mesh: Any, rules: Any) -> list[str]:
+    """One line a parameter: path, shape, elements, logical axes, how it is split, bytes a device."""
+    rows = [("parameter", "shape", "elements", "axes", "split over", "bytes/device")]
+    shardings = jax.tree.leaves(param_shardings(declared, mesh, rules))
+    for (path, box), sharding in zip(jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_declared), shardings, strict=True):
+        leaf = jax.ShapeDtypeStruct(box.value.shape, box.value.dtype, sharding=sharding)
+        split = " ".join("-" if part is None else "*".join(part) if isinstance(part, tuple) else str(part) for part in sharding.spec)
+        name = path_name(path) + ("" if box.trainable else " (not trained)")
+        rows.append((name, "x".join(map(str, leaf.shape)), f"{leaf.size:,}", " ".join(str(a or "-") for a in box.names), split, f"{shard_bytes(leaf):,}"))
+    total = [box.value for box in jax.tree.leaves(declared, is_leaf=is_declared)]
+    rows.append(("total", "", f"{sum(v.size for v in total):,}", "", "", f"{tree_bytes(total):,} in all"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    right = (2, 5)
+    return ["  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+
+
+def summary(result: dict[str, Any]) -> list[str]:
+    """The totals in words a person reads."""
+    parts = ", ".join(f"{name} {value / 2**20:,.1f}" for name, value in result["train_bytes_parts"].items())
+    return [
+        "",
+        f"parameters      {result['params_total']:,} ({result['params_active']:,} used by one token)",
+        f"{result['phase']:<15} {result['flops_per_token'] / 1e6:,.2f} MFLOP a token at context {result['context']:,}",
+        f"cache           {result['cache_bytes_per_token']:,.0f} bytes a token and row + {result['cache_bytes_constant']:,.0f};"
+        f" {result['cache_bytes_total'] / 2**20:,.1f} MiB for {result['batch']} x {result['context']:,} in {result['dtype']}",
+        f"training        {result['train_bytes'] / 2**20:,.1f} MiB a device with {result['train_rows']} x {result['train_seq_len']} tokens a"
+        f" micro-batch: {parts} (MiB)",
+    ]

@@ -1,0 +1,91 @@
+"""`task=count` says what is really allocated, without allocating it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.cache import cache_bytes
+from jaxllm.compose import compose
+from jaxllm.errors import UserError
+from jaxllm.mesh import build_mesh
+from jaxllm.params import init_params
+from jaxllm.tasks import TaskIO, count
+from jaxllm.training.state import new_state
+
+SMALL = ["+experiment=smoke", "model.vocab_size=96"]
+
+
+def run(*overrides, lines=None):
+    io = TaskIO()
+    io.log = lambda text, level="info": lines.append(text) if lines is not None else None  # type: ignore[method-assign]
+    cfg = compose([*SMALL, "task=count", *overrides])
+    return cfg, count.run(cfg, io)
+
+
+def total(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def test_equals_what_is_allocated():
+    cfg, result = run("count.context=40", "count.batch=3")
+    model = cfg.build("model")
+    params = init_params(model, jax.random.key(0))
+    assert result["params_total"] == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert result["cache_bytes_total"] == cache_bytes(model.init_cache(3, 40))
+    state = new_state(model, cfg.build("optim"), 0)
+    parts = result["train_bytes_parts"]
+    assert parts["params"] == total(params) == parts["grads"]
+    assert parts["optimiser"] == total(state.opt_state)
+    assert parts["activations"] > 0 and result["train_bytes"] == sum(parts.values())
+
+
+def test_a_share_of_a_mesh_that_is_not_here():
+    _, whole = run("count.phase=train")
+    cfg, split = run("count.phase=train", "mesh.axes={data: 2, fsdp: 2, tensor: 2}")
+    mesh = build_mesh(cfg.section("mesh").axes)
+    params = init_params(cfg.build("model"), jax.random.key(0), mesh=mesh)
+    share = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+    assert split["train_bytes_parts"]["params"] == share < whole["train_bytes_parts"]["params"]
+    _, pod = run("model.mixers.global.num_kv_heads=8", "mesh.axes={data: 512, fsdp: 1, tensor: 8}")
+    assert pod["mesh"] == {"data": 512, "fsdp": 1, "tensor": 8}
+
+
+def test_flops_by_phase():
+    _, decode = run("count.context=64")
+    _, prefill = run("count.context=64", "count.phase=prefill")
+    _, train = run("count.context=64", "count.phase=train")
+    assert train["flops_per_token"] == pytest.approx(3 * prefill["flops_per_token"])
+    assert decode["flops_per_token"] - prefill["flops_per_token"] == pytest.approx(2 * 4 * 64 * (64 - 32.5))  # 2 layers x 4 d (s - mean s)
+
+
+def test_remat_and_accumulation_lower_the_activations():
+    keep = run("count.phase=train", "model.layers=6* global/dense")[1]["train_bytes_parts"]["activations"]
+    remat = run("count.phase=train", "model.layers=6* global/dense", "model.remat=full")[1]["train_bytes_parts"]["activations"]
+    half = run("count.phase=train", "model.layers=6* global/dense", "train.accumulate=2")[1]["train_bytes_parts"]["activations"]
+    assert remat < keep / 3
+    assert half == pytest.approx(keep / 2, rel=0.02)
+
+
+def test_the_table_names_every_parameter():
+    lines = []
+    cfg, result = run(lines=lines)
+    text = "\n".join(lines)
+    for name in ("embed", "g0/b0/mixer/q_proj", "g0/b0/ffn/down_proj", "final_norm/scale"):
+        assert name in text
+    assert f"{result['params_total']:,}" in text and "layers embed heads head" in text
+
+
+def test_a_large_model_costs_nothing_to_count():
+    before = len(jax.live_arrays())
+    wide = ["model.d_model=8192", "model.layers=80* global/dense", "model.mixers.global.num_heads=64", "model.vocab_size=128000"]
+    _, result = run(*wide)
+    assert result["params_total"] > 50e9  # 200 GB of parameters: allocating them would not pass unnoticed here
+    assert len(jax.live_arrays()) <= before + 8
+
+
+def test_mistakes():
+    with pytest.raises(UserError, match="count.context"):
+        run("count.context=0")
+    with pytest.raises(UserError, match="max_seq_len"):
+        run("model.max_seq_len=16", "count.context=17")

@@ -7,6 +7,7 @@ other fields with `define_metric`, and W&B appends the row whatever came before.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import netrc
 import os
@@ -128,6 +129,8 @@ class WandbTracker:
             if mode != "online":
                 raise
             log(f"tracking: W&B cannot be used ({type(error).__name__}), the run is kept offline in {run_dir}/wandb")
+            with contextlib.suppress(Exception):
+                module.teardown()  # its service still holds the run's id
             mode, self._run = "offline", module.init(mode="offline", **arguments)
         if mode == "online":
             log(f"W&B run: {self._run.url}")

@@ -39,15 +39,22 @@ class FakeWandb:
 
     def __init__(self, unreachable=False):
         self.unreachable, self.rows, self.axes, self.counter, self.inits = unreachable, [], {}, 0, []
+        self.held = None  # a failed start keeps the id until the service ends
         self.Settings = lambda **fields: types.SimpleNamespace(**fields)
         self.Table = lambda columns, data: ("table", columns, data)
         self.Histogram = lambda np_histogram: ("histogram", *np_histogram)
 
     def init(self, **arguments):
+        if arguments["id"] == self.held:
+            raise RuntimeError("run ID is in use")
+        self.held = arguments["id"] if self.unreachable else None
         self.inits.append(arguments)
         if self.unreachable and arguments["mode"] == "online":
             raise ConnectionError("no route")
         return FakeRun(self)
+
+    def teardown(self):
+        self.held = None
 
 
 def train(tracker, steps, value):

@@ -1,0 +1,75 @@
+"""`task=eval source=...`: the loss of a trained model on text it was not trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxllm.config import Config
+from jaxllm.data.corpus import Source as Text
+from jaxllm.data.loader import Loader
+from jaxllm.errors import UserError
+from jaxllm.mesh import build_mesh, check_batch, param_shardings, use_mesh
+from jaxllm.params import declare
+from jaxllm.tasks import TaskIO
+from jaxllm.tasks.source import open_source
+from jaxllm.tasks.train import Fixed
+from jaxllm.training.evaluation import Evaluator
+from jaxllm.training.loop import batch_shards
+from jaxllm.training.settings import TrainSettings
+
+DEFAULT_DATA = "stdlib"  # what conf/config.yaml chooses when nothing was typed
+
+
+def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
+    """`loss` (nats a token), `bpb`, `perplexity`, `accuracy`, `tokens`, `batches`, and of which checkpoint.
+
+    The text is the held-out part of the run's own, or all of another one where the command names one (`data=...`,
+    `data.path=...`); either is read in the model's tokens. Rows and batches are the run's unless `train.seq_len` or
+    `train.batch_size` were typed; the size of a batch changes no result.
+    """
+    if cfg.source is None:
+        raise UserError("source: missing; give source=<run folder or checkpoint>")
+    typed = {k: v for k, v in cfg.explicit.items() if k.split(".")[0] in ("model", "data", "train")}
+    source = open_source(cfg.path(cfg.source), overrides=typed, allow_targets=cfg.allow_targets, warn=io.log)
+    settings: TrainSettings = source.config.section("train")
+    place = cfg.section("mesh")
+    mesh = build_mesh(place.axes, axis_type=place.axis_type)
+    check_batch(settings.batch_size, mesh, place.rules)
+
+    other_group = cfg.choices.get("data", DEFAULT_DATA) != DEFAULT_DATA
+    text: Text = (cfg if other_group else source.config).build("data")
+    foreign = other_group or any(key.startswith("data.") for key in typed)
+    changes: dict[str, Any] = {"tokenizer": Fixed(source.tokenizer)}
+    if foreign and "data.val_every" not in typed:
+        changes["val_every"] = 0
+    corpus = dataclasses.replace(text, **changes).prepare(io.log, cfg.original_cwd)
+    store = corpus.val if changes.get("val_every", text.val_every) else corpus.train
+    loader = Loader(
+        store, settings.batch_size, settings.seq_len, shuffle=False, host=jax.process_index(), hosts=jax.process_count()
+    )
+    params = jax.device_put(source.params, param_shardings(declare(source.model), mesh, place.rules))
+    evaluator = Evaluator(
+        source.model,
+        source.tokenizer.token_bytes(),
+        mesh=mesh,
+        rules=place.rules,
+        shards=batch_shards(mesh, place.rules),
+    )
+    limit = settings.eval_batches if "train.eval_batches" in typed else None
+    total = -(-loader.rows_per_epoch // loader.batch_size)
+    batches = total if limit is None else min(limit, total)
+
+    def watched() -> Any:
+        for n, batch in enumerate(loader.epoch()):
+            io.progress(f"batch {n + 1}/{batches}")
+            if io.stop.is_set():
+                raise KeyboardInterrupt
+            yield batch
+
+    with use_mesh(mesh, place.rules):
+        result = evaluator(params, watched(), limit)
+    io.log(f"loss {result['loss']:.4f}, {result['bpb']:.4f} bits per byte over {result['tokens']:,} tokens")
+    return {**result, "batches": batches, "step": source.step, "checkpoint": str(source.folder)}

@@ -1,0 +1,292 @@
+"""`task=train`: from a configuration to a finished run folder.
+
+    config.yaml  tokenizer/  checkpoints/<step>/  metrics.jsonl  samples.jsonl  plots/  wandb/  result.json
+
+Everything that was computed is in that folder, and it can be moved, continued and generated from by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.checkpoint import Checkpoints
+from jaxllm.config import Config
+from jaxllm.data.checks import Log
+from jaxllm.data.corpus import Corpus, Source
+from jaxllm.data.loader import Loader
+from jaxllm.data.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from jaxllm.inference.generate import Generator, sample_text
+from jaxllm.measure import plots
+from jaxllm.measure.chips import peak_flops
+from jaxllm.measure.environment import environment
+from jaxllm.measure.trackers import Tracker
+from jaxllm.mesh import build_mesh
+from jaxllm.model import LanguageModel
+from jaxllm.params import declare, is_declared
+from jaxllm.tasks import TaskIO
+from jaxllm.tasks.source import build_model, pack_tokenizer
+from jaxllm.training.loop import Data, Loop, Outside, Result
+from jaxllm.training.settings import TrainSettings
+from jaxllm.training.stages import Stage, plan
+from jaxllm.training.state import TrainState, abstract_state, leaves_by_path, new_state, trained
+
+CHECKPOINTS, TOKENIZER, SAMPLES = "checkpoints", "tokenizer", "samples.jsonl"
+
+
+def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
+    """Train; returns `loss, val_bpb, tokens, tokens_per_s, steps, checkpoint, skipped_steps` and a few more."""
+    assert io.run_dir is not None, "training always has a run folder"
+    settings: TrainSettings = cfg.section("train")
+    place = cfg.section("mesh")
+    mesh = build_mesh(place.axes, axis_type=place.axis_type)
+    io.log(f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh {_sizes(mesh.shape)}")
+    corpus = _corpus(cfg, io, io.run_dir)
+    model = build_model(cfg, corpus.tokenizer)
+    optimiser = cfg.build("optim")
+    entries = cfg.section("stages")
+    schedules = {i: cfg.build_node(s.schedule, f"stages.{i}.schedule") for i, s in enumerate(entries) if s.schedule}
+    stages = plan(settings, entries, model, optimiser, cfg.build("objective"), schedules)
+    data = _Opener(cfg, io, corpus, cfg.seed, settings)
+
+    checkpoints = Checkpoints(io.run_dir / CHECKPOINTS, settings.keep_last, settings.keep_best, warn=io.log)
+    state, before = _state(cfg, io, model, optimiser, checkpoints, mesh, place.rules)
+    facts = environment()
+    counts = _counts(model)
+    tracker = cfg.build("track").open(
+        io.run_dir,
+        config={**cfg.to_dict(), "environment": facts, "data_facts": corpus.facts, **counts},
+        resume_id=before.get("tracker", {}).get("id"),
+        log=io.log,
+    )
+    try:
+        io.log(f"tracking: {tracker.describe()}")
+        io.log(
+            f"model: {model.num_layers} layers, {counts['params_total']:,} parameters,"
+            f" {counts['params_trained']:,} of them trained"
+        )
+        outside = Outside(
+            tracker=tracker,
+            checkpoints=checkpoints,
+            log=io.log,
+            progress=io.progress,
+            stop=io.stop.is_set,
+            sample=_Samples(io, tracker, corpus.tokenizer, settings, cfg.seed) if settings.sample_tokens else None,
+            meta={
+                "config": cfg.to_yaml(),
+                "tokenizer": pack_tokenizer(corpus.tokenizer),
+                "tracker": {"id": tracker.id},
+                "data": corpus.facts,
+                "environment": facts,
+            },
+            run_dir=io.run_dir,
+            peak=peak_flops(jax.devices()[0]),
+        )
+        loop = Loop(stages, settings, data, outside, mesh=mesh, rules=place.rules, tokens=int(before.get("tokens", 0)))
+        try:
+            result = loop.run(state)
+        finally:
+            checkpoints.close()
+        return _finish(cfg, io, result, checkpoints, tracker, stages)
+    finally:
+        tracker.close()
+
+
+# --- what a run starts from -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(TokenizerSpec):
+    """A tokenizer that is already there: later stages and resumed runs must read text as the model learned it."""
+
+    tokenizer: Tokenizer
+
+    def fit(self, texts: Iterable[str], base: Path, log: Log = None) -> Tokenizer:
+        return self.tokenizer
+
+    def identity(self, base: Path) -> dict[str, Any]:
+        text = json.dumps(pack_tokenizer(self.tokenizer), sort_keys=True)
+        return {"kind": "fixed", "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _corpus(cfg: Config, io: TaskIO, run_dir: Path) -> Corpus:
+    """The run's text. A resumed run keeps the tokenizer it has, even where the text under it has changed."""
+    source: Source = cfg.build("data")
+    corpus = source.prepare(io.log, cfg.original_cwd)
+    folder = run_dir / TOKENIZER
+    if io.resume and folder.is_dir():
+        old = load_tokenizer(folder)
+        if pack_tokenizer(old) != pack_tokenizer(corpus.tokenizer):
+            io.log("data: the text has changed since the run began; its tokenizer is kept")
+            corpus = _with_tokenizer(source, old).prepare(io.log, cfg.original_cwd)
+    elif jax.process_index() == 0:
+        corpus.tokenizer.save(folder)
+    io.log(
+        f"data: {corpus.train.size:,} tokens to train on, {corpus.val.size:,} held out,"
+        f" vocabulary {corpus.tokenizer.vocab_size:,} ({corpus.facts.get('documents', len(corpus.train)):,} documents)"
+    )
+    return corpus
+
+
+def _with_tokenizer(source: Source, tokenizer: Tokenizer) -> Source:
+    return dataclasses.replace(source, tokenizer=Fixed(tokenizer))
+
+
+class _Opener:
+    """Opens the data of a stage: the run's corpus, or the stage's own text in the run's tokens."""
+
+    def __init__(self, cfg: Config, io: TaskIO, corpus: Corpus, seed: int, settings: TrainSettings):
+        self.cfg, self.io, self.corpus, self.seed, self.settings = cfg, io, corpus, seed, settings
+
+    def __call__(self, stage: Stage) -> Data:
+        corpus = self.corpus
+        if stage.data is not None:
+            source = self.cfg.build_node(stage.data, f"stages.{stage.index}.data")
+            corpus = _with_tokenizer(source, corpus.tokenizer).prepare(self.io.log, self.cfg.original_cwd)
+        hosts = {"host": jax.process_index(), "hosts": jax.process_count()}
+        # Each stage shuffles anew: one that only changes the length must not start over with the rows of the first.
+        loader = Loader(corpus.train, stage.batch_size, stage.seq_len, self.seed + 7919 * stage.index, **hosts)
+        if len(corpus.val) == 0:
+            return Data(loader)
+        held_out = Loader(corpus.val, stage.batch_size // stage.accumulate, stage.seq_len, shuffle=False, **hosts)
+        return Data(loader, held_out.epoch, corpus.tokenizer.token_bytes())
+
+
+def _state(
+    cfg: Config, io: TaskIO, model: LanguageModel, optimiser: Any, checkpoints: Checkpoints, mesh: Any, rules: Any
+) -> tuple[TrainState, dict[str, Any]]:
+    """A new state, or that of the newest whole checkpoint, and what was written beside it."""
+    declared = declare(model)
+    if io.resume and checkpoints.latest() is not None:
+        abstract = abstract_state(model, optimiser, mesh=mesh, rules=rules, declared=declared)
+        state, meta, step = checkpoints.restore(abstract, warn=io.log)
+        io.log(f"resume: from step {step}")
+        return state, meta
+    if io.resume:
+        io.log("resume: no checkpoint was saved yet, so the run starts at step 0")
+    return new_state(model, optimiser, cfg.seed, mesh=mesh, rules=rules, declared=declared), {}
+
+
+def _counts(model: LanguageModel) -> dict[str, int]:
+    declared = declare(model)
+    sizes = {name: math.prod(box.value.shape) for name, box in leaves_by_path(declared, is_declared).items()}
+    free = leaves_by_path(trained(declared))
+    return {"params_total": sum(sizes.values()), "params_trained": sum(n for name, n in sizes.items() if free[name])}
+
+
+# --- while it runs and after ------------------------------------------------------------------------------------------
+
+
+class _Samples:
+    """Lets the model speak: into samples.jsonl, the tracker's table, and a few lines of the log."""
+
+    def __init__(self, io: TaskIO, tracker: Tracker, tokenizer: Tokenizer, settings: TrainSettings, seed: int):
+        self.io, self.tracker, self.tokenizer, self.settings, self.seed = io, tracker, tokenizer, settings, seed
+        self._generator: tuple[LanguageModel, Generator] | None = None
+
+    def __call__(self, model: LanguageModel, params: Mapping[str, Any], step: int) -> None:
+        if self._generator is None or self._generator[0] is not model:
+            self._generator = (model, Generator(model, self.tokenizer))
+        self.io.progress("sampling")
+        rows = sample_text(
+            self._generator[1],
+            params,
+            list(self.settings.sample_prompts),
+            max_new_tokens=self.settings.sample_tokens,
+            temperature=self.settings.sample_temperature,
+            seed=self.seed,
+        )
+        if jax.process_index() != 0 or self.io.run_dir is None:
+            return
+        with open(self.io.run_dir / SAMPLES, "a", encoding="utf-8") as file:
+            for row in rows:
+                record = {"step": step, "prompt": row["prompt"], "text": row["text"]}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.tracker.table(step, "samples", ["step", "prompt", "text"], [[step, r["prompt"], r["text"]] for r in rows])
+        for row in rows:
+            self.io.log(f"step {step}: sample {row['prompt']!r} ->\n{_indent(row['prompt'] + row['text'])}")
+
+
+def _finish(
+    cfg: Config, io: TaskIO, result: Result, checkpoints: Checkpoints, tracker: Tracker, stages: list[Stage]
+) -> dict[str, Any]:
+    """Curves, summary, closing card, JSON fields."""
+    assert io.run_dir is not None
+    latest = checkpoints.latest()
+    fields: dict[str, Any] = {
+        "loss": result.loss,
+        "val_bpb": result.val.get("bpb", math.nan),
+        "val_loss": result.val.get("loss", math.nan),
+        "tokens": result.tokens,
+        "tokens_per_s": None if result.tokens_per_s is None else round(result.tokens_per_s, 1),
+        "steps": result.step,
+        "checkpoint": None if latest is None else str(io.run_dir / CHECKPOINTS / str(latest)),
+        "skipped_steps": result.skipped,
+        "compile_s": round(result.compile_s, 2),
+    }
+    fields = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+    tracker.summary({f"result/{k}": v for k, v in fields.items() if v is not None})
+    drawn: list[Path] = []
+    if jax.process_index() == 0:
+        try:
+            drawn = plots.curves(io.run_dir)
+        except OSError as error:
+            io.log(f"plots: not drawn ({error})")
+        io.log(card(cfg, io.run_dir, fields, drawn, stages, interrupted=result.interrupted))
+    return fields
+
+
+def card(
+    cfg: Config, run_dir: Path, fields: Mapping[str, Any], drawn: list[Path], stages: list[Stage], *, interrupted: bool
+) -> str:
+    """What was made, where it is, and the next three commands, ready to paste into a shell."""
+    offline = sorted((run_dir / "wandb").glob("offline-run-*")) if (run_dir / "wandb").is_dir() else []
+    lines = ["", "interrupted; everything up to here is saved" if interrupted else "done", ""]
+    lines.append(f"  run folder   {_quote(run_dir)}")
+    if fields["checkpoint"]:
+        lines.append(f"  checkpoint   {_quote(fields['checkpoint'])}")
+    if drawn:
+        lines.append(f"  plots        {'  '.join(_quote(path) for path in drawn)}")
+    if offline:
+        lines.append(f"  W&B offline  {_quote(offline[-1])}")
+        lines.append(f"               look: wandb leet {_quote(offline[-1])}")
+    chosen = cfg.choices.get("experiment")
+    base = f"+experiment={chosen}" if chosen else f"model={cfg.choices.get('model', 'quickstart')}"
+    lr = cfg["optim.lr"] if "optim.lr" in cfg else 1e-3
+    listed = cfg.section("stages")
+    onward = _command(f"run_dir={run_dir}", "resume=true", "" if interrupted else f"train.steps={2 * stages[-1].end}")
+    if listed and listed[-1].steps is not None and not interrupted:  # its length is written in the list itself
+        onward = _command("task=eval", f"source={run_dir}")
+    lines += [
+        "",
+        "next:",
+        f"  {_command('task=generate', f'source={run_dir}', 'prompt=def ')}",
+        f"  {onward}",
+        f"  {_command('-m', base, f'optim.lr={lr / 2:g},{lr:g},{lr * 2:g}')}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _command(*arguments: str) -> str:
+    return " ".join(["python -m jaxllm.run", *(_quote(a) for a in arguments if a)])
+
+
+def _quote(text: Any) -> str:
+    return shlex.quote(str(text))
+
+
+def _indent(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def _sizes(shape: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in shape.items())

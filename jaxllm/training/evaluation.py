@@ -1,0 +1,84 @@
+"""Validation: the loss over held-out text, weighted by tokens, so that it does not depend on how the text was
+batched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxllm.layers.base import Context
+from jaxllm.mesh import Rules
+from jaxllm.model import LanguageModel
+from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
+from jaxllm.training.feed import place
+from jaxllm.training.losses import backbone, bits_per_byte, next_token, perplexity
+
+
+class Evaluator:
+    """Compiled once a model; `evaluate(params, batches)` then gives `{loss, bpb, perplexity, accuracy, tokens}`.
+
+    token_bytes: UTF-8 bytes of each id, int32 `[vocab]`, 0 for specials: the loss of a document's end counts, its zero
+    bytes do not. None: no bits per byte.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        token_bytes: np.ndarray | None = None,
+        *,
+        mesh: Mesh | None = None,
+        rules: Rules | None = None,
+        shards: int = 1,
+    ):
+        self.mesh, self.rules = mesh, rules
+        self.has_bytes = token_bytes is not None
+        widths = jnp.zeros(model.padded_vocab, jnp.int32)
+        if token_bytes is not None:
+            widths = widths.at[: len(token_bytes)].set(jnp.asarray(token_bytes, jnp.int32))
+
+        def sums(params: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+            ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"])
+            out = backbone(model, params, ctx)
+            _, stats = next_token(model, params, out.hidden, batch, chunk=DEFAULT_CHUNK * shards)
+            size = jnp.where(batch["weights"] > 0, widths[batch["labels"]], 0)
+            return {
+                "nll": stats.nll,
+                "correct": stats.correct,
+                "weight": jnp.sum(batch["weights"]),
+                "bytes": jnp.sum(size),
+            }
+
+        self._sums: Callable[..., dict[str, jax.Array]] = jax.jit(sums)
+
+    def __call__(
+        self, params: Mapping[str, Any], batches: Iterable[Mapping[str, np.ndarray]], limit: int | None = None
+    ) -> dict[str, float]:
+        """Over `batches` (at most `limit` of them). Sums are added in double precision on the host."""
+        total = dict.fromkeys(("nll", "correct", "weight", "bytes"), 0.0)
+        pending: dict[str, jax.Array] | None = None
+        for n, batch in enumerate(batches):
+            if limit is not None and n >= limit:
+                break
+            sums = self._sums(params, place(batch, self.mesh, self.rules))
+            _add(total, pending)  # read the batch before this one while this one runs
+            pending = sums
+        _add(total, pending)
+        loss = total["nll"] / total["weight"] if total["weight"] else math.nan
+        return {
+            "loss": loss,
+            "bpb": bits_per_byte(total["nll"], total["bytes"]) if self.has_bytes else math.nan,
+            "perplexity": perplexity(loss),
+            "accuracy": total["correct"] / total["weight"] if total["weight"] else math.nan,
+            "tokens": int(total["weight"]),
+        }
+
+
+def _add(total: dict[str, float], sums: Mapping[str, jax.Array] | None) -> None:
+    for name, value in (sums or {}).items():
+        total[name] += float(value)

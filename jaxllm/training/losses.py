@@ -1,0 +1,83 @@
+"""Losses on arrays: sums over tokens and their denominators, never means of means.
+
+    loss = sum over all micro-batches and devices of sum_i w_i l_i,   divided once by   sum_i w_i
+
+A mean of per-batch means weighs a token by how empty its batch was. So a loss returns its sum, and the one division is
+by a count that spans the whole step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.layers.base import Context
+from jaxllm.mesh import shard
+from jaxllm.model import LanguageModel, Out
+from jaxllm.ops.cross_entropy import DEFAULT_CHUNK, TokenStats, chunked_cross_entropy
+
+Batch = Mapping[str, jax.Array]
+
+
+def trained_tokens(batch: Batch) -> jax.Array:
+    """Sum of label weights, float32: how many next-token predictions the batch trains."""
+    return jnp.sum(batch["weights"], dtype=jnp.float32)
+
+
+def valid_tokens(batch: Batch) -> jax.Array:
+    """Tokens that are not padding, float32: what a layer's `loss/*` sums run over."""
+    return jnp.sum(batch["segments"] > 0, dtype=jnp.float32)
+
+
+def mean(total: jax.Array, count: jax.Array) -> jax.Array:
+    """`total / count`, and 0 for a batch without a single counted token."""
+    return total / jnp.maximum(count, jnp.finfo(jnp.float32).tiny)
+
+
+def backbone(model: LanguageModel, params: Mapping[str, Any], ctx: Context, rngs: Any = None) -> Out:
+    """Everything but the head, on whole sequences: `Out.hidden [b t d]` and the layers' reports."""
+    result: Any = model.apply({"params": params}, ctx, method="backbone", rngs=rngs)
+    return result[1]
+
+
+def next_token(
+    model: LanguageModel,
+    params: Mapping[str, Any],
+    hidden: jax.Array,
+    batch: Batch,
+    *,
+    z_loss: float | jax.Array = 0.0,
+    chunk: int = DEFAULT_CHUNK,
+) -> tuple[jax.Array, TokenStats]:
+    """Sum of weighted next-token losses from hidden states `[b t d]`; about `chunk` tokens' logits live at a time."""
+    # The head is gathered over the axis that splits its rows once, before the chunks, and stays split over the
+    # vocabulary.
+    w = shard(model.head_weight(params).astype(hidden.dtype), None, "act_vocab")
+    return chunked_cross_entropy(
+        hidden,
+        w,
+        batch["labels"],
+        batch["weights"],
+        valid_vocab=model.vocab_size,
+        softcap=model.logit_softcap,
+        z_loss=z_loss,
+        chunk=chunk,
+    )
+
+
+def bits_per_byte(nll_sum: float, byte_sum: float) -> float:
+    """Bits the model needs per byte of text: `nll / (ln 2 * bytes)`. Independent of the tokenizer; nan without
+    bytes."""
+    return nll_sum / (math.log(2.0) * byte_sum) if byte_sum > 0 else math.nan
+
+
+def perplexity(nll_mean: float) -> float:
+    """`exp(nll)`, inf where that overflows."""
+    try:
+        return math.exp(nll_mean)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,155 @@
+"""Objectives: what a step minimises, as named terms that share one forward pass.
+
+    loss = sum_k  weight_k(update) * L_k / D_k
+
+`D_k = count(batch)` is the term's denominator over the *whole* step, all micro-batches and devices, taken before any
+micro-batch runs; `L_k` is a sum, so micro-batches add up to exactly the loss of the undivided batch. The sums a model's
+layers report as `loss/<name>` (balance, router z-loss ...) are terms too: an `Aux` gives one a weight, and those that
+no `Aux` names count with weight 1, because a layer's own coefficient is already inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.errors import UserError
+from jaxllm.layers.base import Context
+from jaxllm.model import LanguageModel, Out
+from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
+from jaxllm.training.losses import Batch, mean, next_token, trained_tokens, valid_tokens
+from jaxllm.training.schedules import Schedule
+
+Params = Mapping[str, Any]
+
+
+class Forward(NamedTuple):
+    """One forward pass of a micro-batch, shared by all objectives. `shards`: devices that split the batch; `key`:
+    random key."""
+
+    model: LanguageModel
+    params: Params
+    batch: Batch
+    ctx: Context
+    out: Out
+    shards: int
+    key: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Base. weight: of the term in the loss. schedule: shape of the weight over the stage's updates, null =
+    constant."""
+
+    weight: float = 1.0
+    schedule: Schedule | None = None
+
+    capture: ClassVar[tuple[str, ...]] = ()  # what the forward pass must capture for it
+
+    def weight_at(self, count: jax.Array, total: int) -> jax.Array:
+        """The weight of update `count` of `total`."""
+        weight = jnp.float32(self.weight)
+        return weight if self.schedule is None else weight * self.schedule.factor(count, total)
+
+    def count(self, batch: Batch) -> jax.Array:
+        """The denominator: additive over rows, known before the forward pass."""
+        raise NotImplementedError
+
+    def __call__(self, forward: Forward) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The sum to be divided by `count`, and further sums (logged divided by the same)."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken(Objective):
+    """Cross-entropy of the next token, in float32, plus `z_loss * logsumexp(logits)^2` per token.
+
+    chunk: tokens, on each device, whose logits live at a time.
+    """
+
+    z_loss: float = 0.0
+    chunk: int = DEFAULT_CHUNK
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise UserError(f"chunk: {self.chunk} must be at least 1")
+        if self.z_loss < 0:
+            raise UserError(f"z_loss: {self.z_loss} must be 0 or more")
+
+    def count(self, batch: Batch) -> jax.Array:
+        return trained_tokens(batch)
+
+    def __call__(self, forward: Forward) -> tuple[jax.Array, dict[str, jax.Array]]:
+        loss, stats = next_token(
+            forward.model,
+            forward.params,
+            forward.out.hidden,
+            forward.batch,
+            z_loss=self.z_loss,
+            chunk=self.chunk * forward.shards,
+        )
+        return loss, {"nll": stats.nll, "accuracy": stats.correct, "log_z_squared": stats.z}
+
+
+@dataclasses.dataclass(frozen=True)
+class Aux(Objective):
+    """The model's own `loss/<name>`, a sum over valid tokens and layers, per valid token. `weight=0` switches it
+    off."""
+
+    name: str = ""
+
+    def count(self, batch: Batch) -> jax.Array:
+        return valid_tokens(batch)
+
+    def __call__(self, forward: Forward) -> tuple[jax.Array, dict[str, jax.Array]]:
+        key = f"loss/{self.name}"
+        if key not in forward.out.aux:
+            known = _aux_names(forward.out)
+            near = difflib.get_close_matches(self.name, known, n=3)
+            raise UserError(
+                f"objective.*.name: the model reports no loss {self.name!r};"
+                f" it reports {', '.join(near or known) or 'none'}"
+            )
+        return forward.out.aux[key].astype(jnp.float32), {}
+
+
+def _aux_names(out: Out) -> list[str]:
+    return sorted(key.removeprefix("loss/") for key in out.aux if key.startswith("loss/"))
+
+
+def with_unclaimed(objectives: Mapping[str, Objective], out: Out) -> dict[str, Objective]:
+    """The objectives and one `Aux` of weight 1 for each loss of the model that none of them names."""
+    claimed = {o.name for o in objectives.values() if isinstance(o, Aux)}
+    return {**objectives, **{f"aux_{n}": Aux(name=n) for n in _aux_names(out) if n not in claimed}}
+
+
+def reweighted(objectives: Mapping[str, Objective], weights: Mapping[str, float], key: str) -> dict[str, Objective]:
+    """The objectives with some weights replaced by name (a stage's `weights`)."""
+    for name in weights:
+        if name not in objectives:
+            raise UserError(f"{key}.{name}: no objective of that name; there are {', '.join(objectives)}")
+    return {n: dataclasses.replace(o, weight=weights.get(n, o.weight)) for n, o in objectives.items()}
+
+
+def total_loss(
+    objectives: Mapping[str, Objective],
+    forward: Forward,
+    denominators: Mapping[str, jax.Array],
+    weights: Mapping[str, jax.Array],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """This micro-batch's share of the step's loss, and its shares of the metrics: both add up over micro-batches."""
+    loss = jnp.float32(0.0)
+    shares: dict[str, jax.Array] = {}
+    for name, objective in with_unclaimed(objectives, forward.out).items():
+        kind = "valid" if isinstance(objective, Aux) and name not in denominators else name
+        total, sums = objective(forward)
+        term = mean(total, denominators[kind])
+        loss = loss + weights.get(name, jnp.float32(objective.weight)) * term
+        shares[name] = term
+        shares.update({f"{name}/{key}": mean(value, denominators[kind]) for key, value in sums.items()})
+    return loss, jax.tree.map(jax.lax.stop_gradient, shares)

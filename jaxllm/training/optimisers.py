@@ -1,0 +1,120 @@
+"""Optimisers: an optax transformation at learning rate 1, a peak, a schedule and a clipping norm.
+
+The train step multiplies the transformation's updates by `rate(count)`, so the rate that is logged is the rate that was
+used, whatever the optimiser, and nothing but the state's own update count can advance it. What may be decayed or
+orthogonalised is read from the parameters' declared logical axes, never guessed from names or ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxllm.errors import UserError
+from jaxllm.layers.base import Declared
+from jaxllm.params import is_declared
+from jaxllm.training.schedules import Cosine, Schedule
+
+STACKS = ("layers", "expert")  # leading axes that merely stack independent matrices
+NOT_FEATURES = ("conv", "norm", None)  # taps of a depth-wise convolution, gains: no direction in feature space
+HEADS = ("heads", "kv_heads")  # together with `head` one output (or input) of a projection
+
+
+def is_matrix(declared: Declared) -> bool:
+    """Does the parameter map one feature space to another? True for projections and embeddings; false for norms, biases
+    (a q/k/v bias `[heads, head]` included), convolution taps and everything that is not trained."""
+    names = list(declared.names)
+    while names and names[0] in STACKS:
+        names.pop(0)
+    features = [
+        n for i, n in enumerate(names) if n not in NOT_FEATURES and not (n == "head" and i and names[i - 1] in HEADS)
+    ]
+    return declared.trainable and len(features) >= 2
+
+
+def matrices(declared: Any) -> Any:
+    """Tree of booleans over the trained parameters (None elsewhere): what may be decayed."""
+    return jax.tree.map(lambda d: is_matrix(d) if d.trainable else None, declared, is_leaf=is_declared)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimiser:
+    """Base. lr: the peak learning rate. clip_norm: global norm of the gradient over trained parameters, null = no
+    clipping."""
+
+    lr: float = 1e-3
+    schedule: Schedule = Cosine(warmup_steps=100)
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise UserError(f"lr: {self.lr} must be above 0")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"clip_norm: {self.clip_norm} must be above 0, or null for no clipping")
+
+    def rate(self, count: jax.Array | int, total: int) -> jax.Array:
+        """The learning rate of update `count` of `total`, float32."""
+        return jnp.float32(self.lr) * self.schedule.factor(count, total)
+
+    def transform(self, declared: Any) -> optax.GradientTransformation:
+        """Updates at learning rate 1, to be scaled and added. `declared`: the model's declaration; parameters and
+        gradients come as trees with None where a parameter is not trained."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW(Optimiser):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101), on matrices only.
+
+        m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  p <- p - lr (m^ / (sqrt(v^) + eps) + weight_decay p)
+
+    Moments are float32. Defaults: the usual ones of language models (b2 = 0.95, decay 0.1, norm 1).
+    """
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("b1", "b2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"{name}: {getattr(self, name)} must be in [0, 1)")
+        if self.weight_decay < 0:
+            raise UserError(f"weight_decay: {self.weight_decay} must be 0 or more")
+
+    def transform(self, declared: Any) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.scale_by_adam(self.b1, self.b2, self.eps, mu_dtype=jnp.float32),
+            optax.add_decayed_weights(self.weight_decay, matrices(declared)),
+            optax.scale(-1.0),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Optax(Optimiser):
+    """Any optax optimiser whose updates are proportional to its learning rate, as `{_target_: optax.lion, _partial_:
+    true}`.
+
+    It is built with `learning_rate=1` (its own rate is this class's `lr` and `schedule`) and, where it takes one, a
+    `mask` that keeps weight decay on matrices.
+    """
+
+    optimizer: Callable[..., Any] = optax.sgd
+
+    def transform(self, declared: Any) -> optax.GradientTransformation:
+        known = inspect.signature(self.optimizer).parameters
+        given = getattr(self.optimizer, "keywords", {})
+        if "learning_rate" not in known:
+            raise UserError(f"optimizer: {self.optimizer} takes no learning_rate, so it is no optax optimiser")
+        if "learning_rate" in given:
+            raise UserError("optimizer.learning_rate: set lr and schedule beside optimizer instead")
+        extra = {"mask": matrices(declared)} if "mask" in known and "mask" not in given else {}
+        return self.optimizer(learning_rate=1.0, **extra)

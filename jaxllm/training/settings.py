@@ -1,0 +1,95 @@
+"""The `train:` node of the config and one entry of its `stages:` list. Plain data: no jax here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxllm.errors import UserError
+
+NonFinite = Literal["skip", "stop", "dump"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """How long, how wide, and how often. `*_every` counts steps; 0 = never. A step is one optimiser update.
+
+    steps: of the whole run (unless `stages` give their own). batch_size: rows of a step over all devices and
+    micro-batches. seq_len: tokens of a row. accumulate: micro-batches a step is cut into; gradients do not change.
+    The end of the run is always validated, saved and sampled. eval_batches: validation batches at most, null = all.
+    log_every: steps between two records of the tracker. sample_*: texts continued by the model; no tokens = no samples.
+    nonfinite: what a loss or gradient that is not finite does: `skip` the step (nothing moves), `stop` the run, or
+    `dump` the batch and the first bad layer into the run folder, then skip. max_skipped: that many in a row stop the
+    run whatever.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    seq_len: int = 256
+    accumulate: int = 1
+    eval_every: int = 100
+    eval_batches: int | None = None
+    save_every: int = 100
+    keep_last: int = 3
+    keep_best: int = 1
+    log_every: int = 1
+    sample_every: int = 0
+    sample_prompts: tuple[str, ...] = ("",)
+    sample_tokens: int = 128
+    sample_temperature: float = 0.8
+    nonfinite: NonFinite = "skip"
+    max_skipped: int = 50
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch_size",
+            "seq_len",
+            "accumulate",
+            "log_every",
+            "keep_last",
+            "max_skipped",
+            "prefetch",
+        ):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: {getattr(self, name)} must be at least 1")
+        for name in ("eval_every", "save_every", "keep_best", "sample_every", "sample_tokens"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}: {getattr(self, name)} must be 0 (never) or more")
+        if self.eval_batches is not None and self.eval_batches < 1:
+            raise UserError(f"eval_batches: {self.eval_batches} must be at least 1, or null for all")
+        if self.batch_size % self.accumulate:
+            raise UserError(f"accumulate: {self.accumulate} does not divide batch_size={self.batch_size}")
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSettings:
+    """One stage of a run; a field left at null keeps what the run has.
+
+    steps: of this stage, null = what is left of `train.steps` (the last stage only). freeze, train_only: globs over
+    parameter paths such as `g0/*/mixer/*`; a parameter trains if `train_only` is empty or names it, and `freeze` does
+    not. data: another data node. lr, schedule: another peak and shape, counted from the stage's start. weights:
+    objective weights by objective name. model: new values of non-shape model fields by dotted name
+    (`mixers.local.window`). reset_optimizer: start the moments anew; null = when the set of trained parameters changes.
+    """
+
+    name: str | None = None
+    steps: int | None = None
+    freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
+    data: dict[str, Any] | None = None
+    seq_len: int | None = None
+    batch_size: int | None = None
+    accumulate: int | None = None
+    lr: float | None = None
+    schedule: dict[str, Any] | None = None
+    weights: dict[str, float] = dataclasses.field(default_factory=dict)
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reset_optimizer: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "seq_len", "batch_size", "accumulate"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}: {value} must be at least 1")

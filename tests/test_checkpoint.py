@@ -384,7 +384,7 @@ def processes(tmp_path_factory):
         )
         for name, (code, arguments) in jobs.items()
     }  # fmt: skip
-    done = {name: (child.communicate(timeout=120), child.returncode) for name, child in started.items()}
+    done = {name: (child.communicate(timeout=300), child.returncode) for name, child in started.items()}
     return {name: (Path(jobs[name][1][0]), *done[name]) for name in jobs}
 
 

@@ -35,7 +35,7 @@ RUN = """
 
 def records(folder: Path) -> list[dict]:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -46,7 +46,7 @@ def test_an_offline_run_is_complete_and_reads_back(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RUN), str(run_dir)],
-        capture_output=True, text=True, timeout=120, env=os.environ.copy(),
+        capture_output=True, text=True, timeout=300, env=os.environ.copy(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "SAID" not in done.stdout, done.stdout

@@ -1,0 +1,29 @@
+"""The keys of `task=generate`. They stand at the root of the config, beside the common `seed` and `source`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """What to continue, and how.
+
+    Exactly one of the three prompts counts; none at all, or an empty one, starts from the token that begins a document.
+    prompt: text. prompt_ids: token ids, taken as they are. prompts: a jsonl file, one object a line with a `prompt` or
+    `prompt_ids`.
+    max_new_tokens: stop after this many new tokens, or earlier at the end-of-document token.
+    temperature: 0 = always the most likely token. top_k: 0 = off. top_p: in (0, 1], 1 = off. min_p: in [0, 1], 0 = off.
+    See `jaxllm.inference.sampling` for the order in which they act.
+    seed: row i of a prompts file draws as `seed + i` would alone.
+    cache: false recomputes the whole sequence for every token, then reports both ways side by side.
+    """
+
+    prompt: str | None = None
+    prompt_ids: list[int] | None = None
+    prompts: str | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    cache: bool = True

@@ -1,0 +1,152 @@
+"""`source=`: a run folder, or one checkpoint of it, turned into a model that can run.
+
+A checkpoint needs nothing beside itself: its meta holds the whole configuration and the tokenizer's files, so a
+checkpoint copied alone works. It may come from anybody: it is data, only jaxllm.* and optax.* targets are built from
+its configuration, and its shapes are compared with the model's before anything runs.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.checkpoint import Checkpoints, read_meta
+from jaxllm.config import Config
+from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.errors import UserError
+from jaxllm.model import LanguageModel
+from jaxllm.params import declare, is_declared, path_name
+
+CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # folders inside a run folder
+UNFINISHED = ".orbax-checkpoint-tmp"
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model. params: the stacked tree as numpy arrays, in the dtypes of the checkpoint.
+
+    config: of the run that made it. step: optimiser steps it has seen. folder: the checkpoint. meta: all it says.
+    """
+
+    config: Config
+    model: LanguageModel
+    params: dict[str, Any]
+    tokenizer: Tokenizer
+    step: int
+    folder: Path
+    meta: dict[str, Any]
+
+
+def open_source(
+    source: str | Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    allow_targets: tuple[str, ...] = (),
+    warn: Callable[[str], None] | None = None,
+) -> Source:
+    """Open a run folder (its newest whole checkpoint), its `checkpoints` folder, or one checkpoint.
+
+    Args:
+        overrides: dotted keys of the saved configuration to set anew (`{"model.logit_softcap": 30.0}`). One that
+            changes the shape of a parameter is refused.
+        allow_targets: prefixes of targets that may be built besides jaxllm.* and optax.*.
+        warn: told in one line of damaged checkpoints that were passed over.
+
+    Raises:
+        UserError: nothing there, nothing whole, or not a model of this program; the line starts with the source.
+    """
+    path = Path(source)
+    try:
+        params, meta, step, folder = _read(path, warn)
+        tokenizer = _tokenizer(meta, folder)
+        if not isinstance(text := meta.get("config"), str):
+            raise UserError(f"checkpoint {folder.name} holds no configuration")
+        config = Config.from_yaml(text, overrides, allow_targets)
+        model = build_model(config, tokenizer)
+        _check_shapes(model, params)
+    except UserError as error:
+        raise UserError(f"source={source}: {error}") from error
+    return Source(config, model, params, tokenizer, step, folder, meta)
+
+
+def build_model(config: Config, tokenizer: Tokenizer) -> LanguageModel:
+    """The model of a configuration. Its vocabulary is the tokenizer's unless the configuration sets a larger one."""
+    size = config.get("model.vocab_size") or tokenizer.vocab_size
+    if size < tokenizer.vocab_size:
+        raise UserError(f"model.vocab_size={size}: smaller than the tokenizer's {tokenizer.vocab_size} ids;"
+                        " leave it out or raise it")
+    return config.build("model", vocab_size=size)
+
+
+def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, str]:
+    """The files of a tokenizer as {name: text}: what a checkpoint's meta holds under "tokenizer"."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return {file.name: file.read_text(encoding="utf-8") for file in sorted(Path(folder).iterdir())}
+
+
+def unpack_tokenizer(files: Any) -> Tokenizer:
+    """The inverse of `pack_tokenizer`. The names and texts may be a stranger's."""
+    if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
+        raise UserError("the tokenizer in the checkpoint is not a table of files")
+    for name in files:
+        if not PLAIN_NAME.fullmatch(name):
+            raise UserError(f"the tokenizer in the checkpoint has a file named {name!r}; only plain names are taken")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        return load_tokenizer(folder)
+
+
+def _read(path: Path, warn: Callable[[str], None] | None) -> tuple[dict[str, Any], dict[str, Any], int, Path]:
+    """(params, meta, step, checkpoint folder) of whatever `path` is."""
+    if not path.exists():
+        raise UserError("no such folder; give a run folder or a checkpoint inside one")
+    if not path.is_dir():
+        raise UserError("is a file; give a run folder or a checkpoint inside one")
+    if UNFINISHED in path.name:
+        raise UserError("this checkpoint was never finished; give the run folder to use the newest whole one")
+    if (path / CHECKPOINTS).is_dir() or path.name == CHECKPOINTS:
+        runs = Checkpoints(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
+        if not any(child.is_dir() and child.name.isdecimal() for child in runs.folder.iterdir()):
+            raise UserError("holds no checkpoint yet; train longer or give another folder")
+        params, meta, step = runs.restore_params(warn=warn)
+        return params, meta, step, runs.path(step)
+    if not any((path / part).exists() for part in ("state", "meta")):
+        raise UserError("is neither a run folder (it has no checkpoints) nor a checkpoint")
+    meta = read_meta(path)
+    if path.name.isdecimal():
+        params, meta, step = Checkpoints(path.parent).restore_params(int(path.name), warn=warn)
+        return params, meta, step, path
+    # A copy under another name: the reader finds checkpoints by step, so show it under one.
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "0").symlink_to(path.resolve(), target_is_directory=True)
+        params, meta, _ = Checkpoints(folder).restore_params(0, warn=warn)
+    return params, meta, int(meta.get("step", 0)), path
+
+
+def _tokenizer(meta: Mapping[str, Any], folder: Path) -> Tokenizer:
+    """From the checkpoint, or from the run folder around it."""
+    if "tokenizer" in meta:
+        return unpack_tokenizer(meta["tokenizer"])
+    beside = folder.parent.parent / TOKENIZER
+    if folder.parent.name == CHECKPOINTS and beside.is_dir():
+        return load_tokenizer(beside)
+    raise UserError(f"checkpoint {folder.name} holds no tokenizer and there is none in its run folder")
+
+
+def _check_shapes(model: LanguageModel, params: Mapping[str, Any]) -> None:
+    """Refuse parameters that are not this model's, naming the first that differs."""
+    declared = jax.tree_util.tree_flatten_with_path(declare(model), is_leaf=is_declared)[0]
+    wanted = {path_name(path): tuple(box.value.shape) for path, box in declared}
+    found = {path_name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    for name in [*wanted, *found]:
+        want, have = wanted.get(name, "none"), found.get(name, "none")
+        if want != have:
+            raise UserError(f"parameter {name}: the configuration makes it {want}, the checkpoint holds {have};"
+                            " fields that change shapes cannot be changed here")

@@ -57,7 +57,7 @@ def component(group: str, name: str, **overrides: Any) -> Any:
 
 def plain(raw: DictConfig, literal: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What Hydra composed, as plain values. `literal`: dotted keys whose text was kept from Hydra's grammar."""
-    ours = OmegaConf.masked_copy(raw, [key for key in raw if key != "hydra"])
+    ours = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
     try:
         tree = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -72,6 +72,7 @@ def plain(raw: DictConfig, literal: Mapping[str, Any] | None = None) -> dict[str
 def asked(hydra_node: DictConfig) -> tuple[list[str], dict[str, str]]:
     """What Hydra was asked for: the texts of the command line, and the choice made in each group."""
     typed = OmegaConf.to_container(hydra_node.overrides.task, resolve=False)
+    assert isinstance(typed, list)
     choices = {str(k): str(v) for k, v in hydra_node.runtime.choices.items() if not str(k).startswith("hydra")}
     return [str(text) for text in typed], choices
 

@@ -68,7 +68,7 @@ if ! usable; then
 fi
 
 rm -f "$STAMP"
-say "installing into $VENV (first time: about a minute)"
+say "installing into $VENV (seconds with uv, some minutes with pip)"
 if [ -n "$uv" ]; then
     uv pip install --quiet --python "$VENV/bin/python" --constraint constraints.txt --editable ".[$EXTRAS]"
 else

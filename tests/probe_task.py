@@ -1,5 +1,6 @@
 """A task for tests of the command line: does what `name=` tells, at once."""
 
+import os
 import time
 
 import numpy as np
@@ -18,21 +19,19 @@ def run(cfg, io):
     if kind == "stray":
         print("stray text of some package")
         io.emit("some text")
-    if kind == "deaf":  # never polls
-        print("started", flush=True)
-        time.sleep(60)
     steps = 0
-    if kind == "slow":
+    if kind == "polite":  # a signal arrives; the task stops at its next poll
         while not io.stop.is_set():
-            if not steps:
-                io.log("started")
             steps += 1
-            time.sleep(0.01)
-    if kind == "stubborn":
-        while not io.stop.is_set():
-            io.log("started")
-            time.sleep(0.05)
-        time.sleep(60)
+            os.kill(os.getpid(), int(argument))
+    if kind == "deaf":  # a signal arrives; the task has never polled
+        os.kill(os.getpid(), int(argument))
+        time.sleep(30)
+    if kind == "stubborn":  # polls, and goes on
+        io.stop.is_set()
+        for _ in range(2):
+            os.kill(os.getpid(), int(argument))
+            time.sleep(1)
     if io.run_dir is not None:
         (io.run_dir / "saved").write_text(str(steps))
     return {"loss": np.float32(np.nan), "tokens": np.int64(3), "resumed": io.resume, "lr": cfg["optim.lr"]}

@@ -174,7 +174,7 @@ class Generator:
         while transcript.remaining.any():
             while decode is not None and dispatched < steps and len(flying) < IN_FLIGHT:
                 # Rows that stopped early have shorter caches: this bounds them all without waiting for the device.
-                check_capacity(capacity, longest, dispatched)
+                _check_room(capacity, longest + dispatched)
                 cache, logits, progress = decode(weights, cache, progress)
                 progress, *drawn = draw(logits, progress, batch, stop)
                 flying.append(drawn)
@@ -191,7 +191,7 @@ class Generator:
         for start, size, padded in self._chunks(int(sizes.max())):
             lengths = np.minimum(sizes, start)
             new = np.clip(sizes - start, 0, size)
-            check_capacity(capacity, lengths, new)
+            _check_room(capacity, int((lengths + new).max()))
             tokens = np.zeros((rows, padded), np.int32)
             for row, prompt in enumerate(transcript.prompts):
                 tokens[row, : new[row]] = prompt[start : start + size]
@@ -216,6 +216,12 @@ class Generator:
             transcript.take(*jax.device_get(drawn))
             processed += int(lengths.sum())
         return processed
+
+
+def _check_room(capacity: int, tokens: int) -> None:
+    """`check_capacity` in plain integers: it runs for every token, and nothing may compile while tokens are timed."""
+    if tokens > capacity:
+        check_capacity(capacity, tokens, 0)
 
 
 def start_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -111,29 +111,41 @@ class Programs:
 
     def init(self, weights: Any, rows: int, capacity: int) -> Callable[..., Any]:
         """`_init`, on the devices of the weights; takes no arguments any more."""
-        return self._get(("init", rows, capacity), lambda: self._init(rows, capacity), weights)
+        return self._get(("init", rows, capacity), lambda: self._init(rows, capacity), weights, lambda: ())
 
     def prefill(self, weights: Any, rows: int, capacity: int, length: int) -> Callable[..., Any]:
         """`_prefill` for `rows` rows of `length` padded tokens. The cache is donated."""
-        cache, logits = self._empty(rows, capacity)
-        args = (weights, cache, logits, _int32(rows, length), _int32(rows), _int32(rows))
-        return self._get(("prefill", rows, capacity, length), self._prefill, weights, *args, donate=1)
+
+        def shapes() -> tuple[Any, ...]:
+            return weights, *self._empty(rows, capacity), _int32(rows, length), _int32(rows), _int32(rows)
+
+        return self._get(("prefill", rows, capacity, length), self._prefill, weights, shapes, donate=1)
 
     def decode(self, weights: Any, rows: int, capacity: int) -> Callable[..., Any]:
         """`_decode` for `rows` rows. The cache is donated."""
-        args = (weights, self._empty(rows, capacity)[0], _progress(rows))
-        return self._get(("decode", rows, capacity), self._decode, weights, *args, donate=1)
+
+        def shapes() -> tuple[Any, ...]:
+            return weights, self._empty(rows, capacity)[0], _progress(rows)
+
+        return self._get(("decode", rows, capacity), self._decode, weights, shapes, donate=1)
 
     def whole(self, weights: Any, rows: int, length: int) -> Callable[..., Any]:
         """`_whole` for `rows` rows of `length` padded tokens."""
-        return self._get(("whole", rows, length), self._whole, weights, weights, _int32(rows, length), _int32(rows))
+
+        def shapes() -> tuple[Any, ...]:
+            return weights, _int32(rows, length), _int32(rows)
+
+        return self._get(("whole", rows, length), self._whole, weights, shapes)
 
     def draw(self, weights: Any, rows: int, stops: int) -> Callable[..., Any]:
         """`_draw` for `rows` rows and `stops` stop ids."""
-        number, seed = jax.ShapeDtypeStruct((rows,), jnp.float32), jax.ShapeDtypeStruct((rows, 2), jnp.uint32)
-        sampling = Sampling(number, _int32(rows), number, number, seed)
-        args = (self._empty(rows, 1)[1], _progress(rows), sampling, _int32(stops))
-        return self._get(("draw", rows, stops), self._draw, weights, *args)
+
+        def shapes() -> tuple[Any, ...]:
+            number, seed = jax.ShapeDtypeStruct((rows,), jnp.float32), jax.ShapeDtypeStruct((rows, 2), jnp.uint32)
+            sampling = Sampling(number, _int32(rows), number, number, seed)
+            return self._empty(rows, 1)[1], _progress(rows), sampling, _int32(stops)
+
+        return self._get(("draw", rows, stops), self._draw, weights, shapes)
 
     def _empty(self, rows: int, capacity: int) -> tuple[Any, Any]:
         """Shapes of what `_init` makes."""
@@ -141,19 +153,24 @@ class Programs:
         return cache, jax.ShapeDtypeStruct((rows, self.model.padded_vocab), jnp.dtype(self.model.logits_dtype))
 
     def _get(
-        self, key: tuple[Any, ...], function: Callable[..., Any], weights: Any, *args: Any, donate: int | None = None
+        self,
+        key: tuple[Any, ...],
+        function: Callable[..., Any],
+        weights: Any,
+        shapes: Callable[[], tuple[Any, ...]],
+        donate: int | None = None,
     ) -> Callable[..., Any]:
-        """The executable for these shapes and for weights of this structure; made on the first request.
+        """The executable for this key and for weights of this structure; made on the first request.
 
-        args: the function's arguments or their shapes; all but the weights live whole on each device of the weights.
+        shapes: () -> the arguments or their shapes; all but the weights live whole on each device of the weights.
         """
         leaves, tree = jax.tree.flatten(weights)
         full = (*key, tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         if full not in self._compiled:
             place = placement(weights)
-            abstract = [_abstract(arg, None if arg is weights else place) for arg in args]
-            jitted = jax.jit(function, donate_argnums=() if donate is None else donate, out_shardings=place)
             start = time.perf_counter()
+            abstract = [_abstract(arg, None if arg is weights else place) for arg in shapes()]
+            jitted = jax.jit(function, donate_argnums=() if donate is None else donate, out_shardings=place)
             self._compiled[full] = jitted.lower(*abstract).compile()
             self.compile_s += time.perf_counter() - start
         return self._compiled[full]

@@ -180,6 +180,18 @@ def test_no_retrace_after_the_warm_up():
     assert generator.traces == before
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_nothing_is_traced_or_compiled_while_tokens_are_timed(cache, caplog):
+    _, _, generator, weights = tiny()
+    common = {"max_new_tokens": 8, "cache": cache}
+    generator.generate(weights, prompts_of(6), sampling=GREEDY, **common)
+    with jax.log_compiles(), caplog.at_level("DEBUG"):
+        generator.generate(weights, prompts_of(4), sampling=SamplingParams(0.7, top_k=5), **common)
+        assert not caplog.records
+        jax.jit(lambda x: x + 1.2345)(1.0)
+        assert caplog.records  # or the line above would prove nothing
+
+
 def test_uncached_needs_few_shapes_and_no_retrace():
     _, _, generator, weights = tiny()
     generator.warm_up(weights, max_prompt=32, max_new_tokens=20, cache=False)

@@ -72,14 +72,15 @@ def chunked_cross_entropy(
     if pad := count * width - t:
         hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
         labels, weights = (jnp.pad(x, ((0, 0), (0, pad))) for x in (labels, weights))
+    has_z = not (isinstance(z_loss, int | float) and z_loss == 0)
     loss, nll, z, correct = _sums(
-        (valid_vocab, softcap, count), hidden, w, labels, lax.stop_gradient(weights), jnp.float32(z_loss)
+        (valid_vocab, softcap, count, has_z), hidden, w, labels, lax.stop_gradient(weights), jnp.float32(z_loss)
     )
     stop = lax.stop_gradient
     return loss, TokenStats(stop(jnp.sum(nll * weights)), stop(z), stop(correct), stop(nll[:, :t]))
 
 
-Static = tuple[int, float | None, int]  # valid_vocab, softcap, number of chunks
+Static = tuple[int, float | None, int, bool]  # valid_vocab, softcap, number of chunks, is there a z-loss
 
 
 Grads = tuple[jax.Array, jax.Array] | None  # d hidden, d w
@@ -96,7 +97,7 @@ def _chunk(
     want_grad: bool,
 ) -> tuple[Sums, jax.Array, Grads]:
     """Loss of one chunk `[b c d]`; with `want_grad` also d hidden `[b c d]` and d w `[d v]`, both of the plain sum."""
-    valid_vocab, softcap, _ = static
+    valid_vocab, softcap, _, has_z = static
     logits = jnp.einsum("bcd,dv->bcv", hidden, w, preferred_element_type=jnp.float32)
     capped = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     ids = lax.broadcasted_iota(jnp.int32, (1, 1, w.shape[1]), 2)
@@ -112,10 +113,13 @@ def _chunk(
     nll = jnp.where(weights != 0, norm - picked, 0.0)
     z = jnp.sum(weights * jnp.square(norm))
     correct = jnp.sum(weights * (picked >= top))
-    loss = jnp.sum(weights * nll) + z_loss * z
+    loss = jnp.sum(weights * nll)
+    pull = jnp.ones_like(norm)  # d loss / d norm
+    if has_z:
+        loss, pull = loss + z_loss * z, pull + 2.0 * z_loss * norm
     if not want_grad:
         return (loss, z, correct), nll, None
-    slope = exp * ((1.0 + 2.0 * z_loss * norm) / total * weights)[..., None]
+    slope = exp * (pull / total * weights)[..., None]
     slope = slope - jnp.where(is_label, weights[..., None], 0.0)
     if softcap is not None:
         slope = slope * (1.0 - jnp.square(jnp.tanh(logits / softcap)))

@@ -70,7 +70,7 @@ class Guard:
         where = first_nonfinite(model, params, batch)
         if self.folder is None:
             return f"first at {where}"
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{step:08d}.npz"
         arrays: dict[str, Any] = {name: np.asarray(x) for name, x in batch.items()}
         np.savez(path, **arrays, step=np.int64(step))

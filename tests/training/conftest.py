@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.layers.base import Constant as Fill
-from jaxllm.layers.base import Layer, fan_in, param
+from jaxllm.layers.base import Cost, Layer, fan_in, param
 from jaxllm.layers.gqa import GQA
 from jaxllm.layers.mlp import MLP
 from jaxllm.model import LanguageModel
@@ -31,6 +31,10 @@ class Past(Layer, kw_only=True):
         w = param(self, "proj", fan_in(self.d_model), (self.d_model, self.d_model), ("embed", None))
         return (jnp.cumsum(x, axis=1) / count) @ w.astype(x.dtype), cache, {} if shared is None else shared, {}
 
+    @nn.nowrap
+    def cost(self, batch, t, s, dtype):
+        return Cost(flops=2 * batch * t * self.d_model**2)
+
 
 class Counted(Layer, kw_only=True):
     """An ffn of one matrix with a loss, a statistic, and a parameter that only the statistic moves."""
@@ -50,6 +54,10 @@ class Counted(Layer, kw_only=True):
             "state/bias": jnp.stack([even, jnp.sum(valid) - even, even]),
             "metric/load": even / jnp.sum(valid),
         }
+
+    @nn.nowrap
+    def cost(self, batch, t, s, dtype):
+        return Cost(flops=2 * batch * t * self.d_model**2)
 
 
 def make_model(mixer="past", ffn="counted", layers="2* global/dense", **fields):
@@ -80,7 +88,7 @@ def make_batch(rows=4, length=12, vocab=31, seed=0):
 
 
 OBJECTIVES = {"next_token": NextToken(chunk=24)}
-_steps = {}
+_steps, _states = {}, {}
 
 
 def make_optimiser(**fields):
@@ -94,7 +102,9 @@ def run(model, batches, objectives=None, optimiser=None, state=None, **options):
     key = repr((model, objectives, optimiser, options))
     if key not in _steps:
         _steps[key] = jax.jit(make_train_step(model, objectives, optimiser, **options))
-    state = new_state(model, optimiser, 0) if state is None else state
+    if state is None:
+        fresh = repr((model, optimiser))
+        state = _states[fresh] = _states.get(fresh) or new_state(model, optimiser, 0)
     metrics = []
     for batch in batches:
         state, m = _steps[key](state, place(batch))

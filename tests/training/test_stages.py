@@ -1,0 +1,95 @@
+"""Stages: who is frozen, what changes, and which stage a step belongs to."""
+
+import functools
+
+import pytest
+
+from jaxllm.errors import UserError
+from jaxllm.params import declare
+from jaxllm.training.schedules import Constant
+from jaxllm.training.settings import StageSettings, TrainSettings
+from jaxllm.training.stages import free_parameters, override, plan, stage_at
+from jaxllm.training.state import leaves_by_path
+
+
+def make_plan(tiny, *entries, steps=10, schedules=None, **fields):
+    settings = TrainSettings(steps=steps, batch_size=4, seq_len=12)
+    return plan(settings, entries, tiny.model(**fields), tiny.optimiser(), tiny.objectives, schedules)
+
+
+def test_no_list_is_one_stage_of_everything(tiny):
+    (stage,) = make_plan(tiny)
+    assert (stage.start, stage.end, stage.seq_len, stage.batch_size, stage.frozen) == (0, 10, 12, 4, [])
+    assert not stage.reset_optimizer
+
+
+def test_a_stage_keeps_what_it_does_not_change(tiny):
+    first, second, third = make_plan(
+        tiny,
+        StageSettings(steps=4),
+        StageSettings(steps=3, seq_len=24, batch_size=2, lr=5e-4, weights={"next_token": 0.5}, freeze=("embed",)),
+        StageSettings(model={"remat": "full"}),
+        schedules={2: Constant(warmup_steps=2)},
+    )
+    assert [(s.start, s.end) for s in (first, second, third)] == [(0, 4), (4, 7), (7, 10)]
+    assert (second.seq_len, second.batch_size, second.optimiser.lr) == (24, 2, 5e-4)
+    assert second.objectives["next_token"].weight == 0.5 and third.objectives["next_token"].weight == 1.0
+    assert second.frozen == ["embed"] and third.frozen == []
+    assert (third.model.remat, first.model.remat) == ("full", "none")
+    assert third.optimiser.schedule == Constant(warmup_steps=2) and third.optimiser.lr == first.optimiser.lr
+    # moments start anew exactly where another set of parameters is trained
+    assert [s.reset_optimizer for s in (first, second, third)] == [False, True, True]
+    assert [stage_at([first, second, third], n).index for n in (0, 3, 4, 6, 7, 9, 10, 99)] == [0, 0, 1, 1, 2, 2, 2, 2]
+
+
+def test_globs_choose_parameters(tiny):
+    declared = declare(tiny.model())
+
+    def free(**fields):
+        return {n for n, f in leaves_by_path(free_parameters(declared, StageSettings(**fields))).items() if f}
+
+    everything = free()
+    assert free(freeze=("g0/*/mixer/*",)) == {n for n in everything if "/mixer/" not in n}
+    assert free(train_only=("*mixer*",)) == {n for n in everything if "mixer" in n}
+    assert free(train_only=("*mixer*",), freeze=("*norm*",)) == {"g0/b0/mixer/proj"}
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        (
+            StageSettings(freeze=("g0/b0/mixr/*",)),
+            r"stages.0.freeze: 'g0/b0/mixr/\*' names no parameter; nearest: g0/b0/mixer",
+        ),
+        (StageSettings(train_only=("head",)), "stages.0.train_only: 'head' names no parameter"),
+        (StageSettings(freeze=("*",)), "nothing is left to train"),
+        (StageSettings(weights={"next_tokn": 1.0}), "stages.0.weights.next_tokn: no objective of that name"),
+        (StageSettings(accumulate=3), "stages.0.accumulate: 3 does not divide"),
+        (
+            StageSettings(model={"remt": "full"}),
+            "stages.0.model.remt: LanguageModel has no field 'remt'; nearest: remat",
+        ),
+        (StageSettings(model={"mixers.local.x": 1}), "no entry 'local'; there are global"),
+        (StageSettings(model={"d_model": 32}), "would change parameter .* a stage may not change shapes"),
+    ],
+)
+def test_mistakes_are_named(tiny, entry, message):
+    with pytest.raises(UserError, match=message):
+        make_plan(tiny, entry)
+
+
+def test_only_the_last_stage_may_be_open_and_it_needs_a_step(tiny):
+    with pytest.raises(UserError, match="stages.0.steps: only the last"):
+        make_plan(tiny, StageSettings(), StageSettings(steps=1))
+    with pytest.raises(UserError, match="stages.1.steps: train.steps=10 leaves no step"):
+        make_plan(tiny, StageSettings(steps=10), StageSettings())
+
+
+def test_fields_inside_partials_can_be_set(tiny):
+    model = tiny.model(mixer="gqa", ffn="mlp")
+    new = override(model, {"mixers.global.softcap": 5.0, "logit_softcap": 30.0}, "stages.1.model")
+    assert new.mixer("global").softcap == 5.0 and new.mixer("global").num_kv_heads == 2
+    assert new.logit_softcap == 30.0 and model.logit_softcap is None
+    assert isinstance(model.mixers["global"], functools.partial) and model.mixer("global").softcap is None
+    with pytest.raises(UserError, match="would change parameter g0/b0/mixer"):
+        override(model, {"mixers.global.num_heads": 2}, "stages.1.model")

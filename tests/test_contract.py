@@ -10,7 +10,7 @@ from jaxllm.compose import component
 from jaxllm.config import options
 
 TOYS = {
-    "toy_recurrent": ({"m": toys.ToyRecurrent}, "3* m/dense"),
+    "toy_recurrent": ({"m": toys.ToyRecurrent}, "2* m/dense"),
     "toy_shared": ({"m": toys.ToyRecurrent, "own": toys.ToyShare, "use": functools.partial(toys.ToyShare, owner=False)}, "own/dense | 2* m/dense use/dense"),
 }
 CHECKS = [getattr(contract, name) for name in dir(contract) if name.startswith("check_")]
@@ -20,7 +20,7 @@ STATELESS = [getattr(contract, f"check_{name}") for name in ("causal", "packed",
 @functools.cache
 def subject(kind: str) -> contract.Subject:
     if kind.startswith("mixer/"):
-        return contract.Subject(contract.model_of({"m": component("mixer", kind.removeprefix("mixer/"))}, "3* m/dense"))
+        return contract.Subject(contract.model_of({"m": component("mixer", kind.removeprefix("mixer/"))}, "2* m/dense"))
     if kind.startswith("ffn/"):
         ffn = component("ffn", kind.removeprefix("ffn/"))
         return contract.Subject(contract.model_of({"m": component("mixer", "gqa")}, "2* m/f", {"f": ffn}))

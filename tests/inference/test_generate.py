@@ -62,14 +62,15 @@ def prompts_of(*lengths):
 @functools.cache
 def plain_forward():
     """Logits [1 LIMIT v] of the stacked model on whole sequences: the slow truth."""
-    model, params, _, _ = tiny()
-    return jax.jit(lambda tokens, segments: model.apply({"params": params}, Context.whole(tokens, segments))[1].logits)
+    model = tiny()[0]
+    return jax.jit(lambda params, tokens, segments: model.apply({"params": params}, Context.whole(tokens, segments))[1])
 
 
-def plain_logits(ids):
+def plain_logits(ids, params=None):
+    params = tiny()[1] if params is None else params
     tokens, segments = np.zeros((1, LIMIT), np.int32), np.zeros((1, LIMIT), np.int32)
     tokens[0, : len(ids)], segments[0, : len(ids)] = ids, 1
-    return np.asarray(plain_forward()(tokens, segments))[0, len(ids) - 1, :97]
+    return np.asarray(plain_forward()(params, tokens, segments).logits)[0, len(ids) - 1, :97]
 
 
 def plain_greedy(prompt, count):
@@ -106,7 +107,9 @@ def test_logprobs_equal_the_plain_loop_at_every_step():
 
 
 def test_cached_logits_equal_uncached_logits():
-    _, _, generator, weights = tiny()
+    model, _, generator, _ = tiny()
+    params = init_params(model, jax.random.key(0))  # as initialised: logits of size 1, where 1e-5 is a tight bound
+    weights = generator.prepare(params)
     prompt = prompts_of(23)[0]
     programs = generator.programs
     cache, logits = programs.init(weights, 1, 32)()
@@ -114,13 +117,13 @@ def test_cached_logits_equal_uncached_logits():
     tokens[0] = prompt[:16]
     prefill = programs.prefill(weights, 1, 32, 16)
     cache, logits = prefill(weights, cache, logits, tokens, np.array([0], np.int32), np.array([16], np.int32))
-    np.testing.assert_allclose(np.asarray(logits)[0, :97], plain_logits(prompt[:16]), atol=1e-5)
+    np.testing.assert_allclose(np.asarray(logits)[0, :97], plain_logits(prompt[:16], params), atol=1e-5)
     decode = programs.decode(weights, 1, 32)
     for at in range(16, 23):
         row = [np.array([n], np.int32) for n in (prompt[at], at, 1)]
         cache, logits, progress = decode(weights, cache, Progress(*row))
         assert int(progress.lengths[0]) == at + 1
-        np.testing.assert_allclose(np.asarray(logits)[0, :97], plain_logits(prompt[: at + 1]), atol=1e-5)
+        np.testing.assert_allclose(np.asarray(logits)[0, :97], plain_logits(prompt[: at + 1], params), atol=1e-5)
 
 
 @pytest.mark.parametrize("cache", [True, False])

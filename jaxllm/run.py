@@ -218,7 +218,7 @@ class Session:
     def _close(self, fields: dict[str, Any], code: int, run: RunFolder | None, io: TaskIO, sweep: Any) -> None:
         """Leave the result in the folder, print it, release the folder."""
         self.codes.append(code)
-        here = os.getpid() == self.main_pid
+        here = self._here()
         if sweep is not None and run is None and not here:  # a result the parent process can find
             run = folder.fresh(Path(sweep.sweep.dir), str(sweep.job.num))
             fields["run_dir"] = str(run.path)
@@ -234,6 +234,10 @@ class Session:
         if here and ("error" not in fields or sweep is not None):
             io.result(line)
             self.printed.append(str(fields["run_dir"]))
+
+    def _here(self) -> bool:
+        """Whether this is the process the command was typed in, not a launcher's."""
+        return os.getpid() == self.main_pid
 
     # ---- after
 

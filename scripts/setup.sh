@@ -18,6 +18,13 @@ say() { printf '%s\n' "setup: $*" >&2; }
 # The version of an interpreter as 3.12, or nothing if it does not run (a pyenv shim of a version that is not active).
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
 
+find_uv() { # on PATH, where its installer puts it, or beside some Python of pyenv
+    for candidate in uv "$HOME"/.local/bin/uv "$HOME"/.cargo/bin/uv "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/uv; do
+        "$candidate" --version >/dev/null 2>&1 && { printf '%s' "$candidate"; return 0; }
+    done
+    return 1
+}
+
 find_python() {
     for version in $VERSIONS; do
         for candidate in "python$version" python3 python; do
@@ -33,20 +40,19 @@ find_python() {
     return 1
 }
 
-usable() { # the environment runs, and has one of the wanted versions
+usable() { # the environment runs, has one of the wanted versions, and can be installed into
     [ -x "$VENV/bin/python" ] || return 1
+    [ -n "$uv" ] || "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || return 1
     have=$(version_of "$VENV/bin/python")
     [ -n "$have" ] || return 1
     for version in $VERSIONS; do [ "$have" = "$version" ] && return 0; done
     return 1
 }
 
+uv=$(find_uv) || uv=
 if usable && [ "$(cat "$STAMP" 2>/dev/null || true)" = "$made_from" ]; then
     exit 0
 fi
-
-uv=
-if command -v uv >/dev/null 2>&1 && uv --version >/dev/null 2>&1; then uv=uv; fi
 
 if ! usable; then
     python=$(find_python) || python=
@@ -60,7 +66,7 @@ if ! usable; then
     say "making $VENV with $python"
     rm -rf "$VENV"
     if [ -n "$uv" ]; then
-        uv venv --quiet --python "$python" "$VENV"
+        "$uv" venv --quiet --python "$python" "$VENV"
     elif ! "$python" -m venv "$VENV"; then
         say "python -m venv failed; on Debian and Ubuntu install python3-venv, or install uv"
         exit 1
@@ -70,7 +76,7 @@ fi
 rm -f "$STAMP"
 say "installing into $VENV (seconds with uv, some minutes with pip)"
 if [ -n "$uv" ]; then
-    uv pip install --quiet --python "$VENV/bin/python" --constraint constraints.txt --editable ".[$EXTRAS]"
+    "$uv" pip install --quiet --python "$VENV/bin/python" --constraint constraints.txt --editable ".[$EXTRAS]"
 else
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$EXTRAS]"
 fi

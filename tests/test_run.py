@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from jaxllm.backend import compile_cache_dir
-from jaxllm.run import main
+from jaxllm.run import Session, main
 from jaxllm.tasks import TASKS, WRITES, TaskIO
 
 PROBE = ["task=probe", "+experiment=smoke"]
@@ -193,17 +193,30 @@ def test_a_failed_job_fails_the_sweep_but_not_the_others(cli):
     assert cli("-m", *PROBE, "optim.lr=x,0.5").code == 2
 
 
-def test_jobs_of_a_launcher_report_through_the_parent(tmp_path, root):
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+def test_jobs_elsewhere_report_through_the_parent(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxllm.run.Session._here", lambda self: False)
+    ran = cli("-m", *PROBE, "name=ok,mistake", "hydra.sweep.dir=sweep")
+    assert ran.code == 2 and len(ran.lines) == 2
+    assert json.loads(ran.lines[0])["run_dir"] == "sweep/0"
+    assert json.loads(ran.lines[1])["error"] == "data.path=nowhere: no such file"
+    lost = cli("-m", *PROBE, "name=ok,trace", "hydra.sweep.dir=lost")
+    assert lost.code == 0
+    (tmp_path / "lost" / "1" / "result.json").unlink()
+    session = Session(main_pid=0, cwd=tmp_path, sweep_dir=tmp_path / "lost")
+    session.collect()
+    assert session.codes == [0, 1]  # a job that died without a word is a failure
+
+
+def test_a_launcher_takes_the_jobs_to_other_processes(tmp_path, root):
     ran = subprocess.run(
-        [sys.executable, "-m", "jaxllm.run", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "task=count",
-         "model=tiny", "seed=0,-1", "hydra.sweep.dir=sweep"],
+        [sys.executable, "-m", "jaxllm.run", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=-1,-2",
+         "hydra.sweep.dir=sweep"],
         cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)}, timeout=300,
     )
     assert ran.returncode == 2, ran.stderr
-    good, bad = (json.loads(line) for line in ran.stdout.splitlines())
-    assert good["run_dir"] == "sweep/0" and good["params_total"] > 0
-    assert bad["error"] == "seed=-1: expected 0 or more" and bad["run_dir"] == "sweep/1"
+    first, second = (json.loads(line) for line in ran.stdout.splitlines())
+    assert first["error"] == "seed=-1: expected 0 or more" and first["run_dir"] == "sweep/0"
+    assert second["error"] == "seed=-2: expected 0 or more" and second["run_dir"] == "sweep/1"
 
 
 # ---- signals

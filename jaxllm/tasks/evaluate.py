@@ -15,12 +15,10 @@ from jaxllm.mesh import build_mesh, check_batch, param_shardings, use_mesh
 from jaxllm.params import declare
 from jaxllm.tasks import TaskIO
 from jaxllm.tasks.source import open_source
-from jaxllm.tasks.train import Fixed
+from jaxllm.tasks.train import Fixed, typed_groups
 from jaxllm.training.evaluation import Evaluator
 from jaxllm.training.loop import batch_shards
 from jaxllm.training.settings import TrainSettings
-
-DEFAULT_DATA = "stdlib"  # what conf/config.yaml chooses when nothing was typed
 
 
 def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
@@ -39,7 +37,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     mesh = build_mesh(place.axes, axis_type=place.axis_type)
     check_batch(settings.batch_size, mesh, place.rules)
 
-    other_group = cfg.choices.get("data", DEFAULT_DATA) != DEFAULT_DATA
+    other_group = typed_groups(cfg).get("data") is not None
     text: Text = (cfg if other_group else source.config).build("data")
     foreign = other_group or any(key.startswith("data.") for key in typed)
     changes: dict[str, Any] = {"tokenizer": Fixed(source.tokenizer)}

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import yaml
 
 from jaxllm.checkpoint import Checkpoints
-from jaxllm.config import Config
+from jaxllm.config import CONF, Config
 from jaxllm.data.checks import Log
 from jaxllm.data.corpus import Corpus, Source
 from jaxllm.data.loader import Loader
@@ -59,6 +60,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
 
     checkpoints = Checkpoints(io.run_dir / CHECKPOINTS, settings.keep_last, settings.keep_best, warn=io.log)
     state, before = _state(cfg, io, model, optimiser, checkpoints, mesh, place.rules)
+    origin = [str(text) for text in before.get("origin") or origin_of(cfg)]
     facts = environment()
     counts = _counts(model)
     tracker = cfg.build("track").open(
@@ -86,6 +88,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
                 "tracker": {"id": tracker.id},
                 "data": corpus.facts,
                 "environment": facts,
+                "origin": origin,
             },
             run_dir=io.run_dir,
             peak=peak_flops(jax.devices()[0]),
@@ -95,7 +98,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
             result = loop.run(state)
         finally:
             checkpoints.close()
-        return _finish(cfg, io, result, checkpoints, tracker, stages)
+        return _finish(cfg, io, result, checkpoints, tracker, stages, origin)
     finally:
         tracker.close()
 
@@ -216,7 +219,13 @@ class _Samples:
 
 
 def _finish(
-    cfg: Config, io: TaskIO, result: Result, checkpoints: Checkpoints, tracker: Tracker, stages: list[Stage]
+    cfg: Config,
+    io: TaskIO,
+    result: Result,
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+    stages: list[Stage],
+    origin: list[str],
 ) -> dict[str, Any]:
     """Curves, summary, closing card, JSON fields."""
     assert io.run_dir is not None
@@ -240,14 +249,21 @@ def _finish(
             drawn = plots.curves(io.run_dir)
         except OSError as error:
             io.log(f"plots: not drawn ({error})")
-        io.log(card(cfg, io.run_dir, fields, drawn, stages, interrupted=result.interrupted))
+        io.log(card(cfg, io.run_dir, fields, drawn, stages, origin, interrupted=result.interrupted))
     return fields
 
 
 def card(
-    cfg: Config, run_dir: Path, fields: Mapping[str, Any], drawn: list[Path], stages: list[Stage], *, interrupted: bool
+    cfg: Config,
+    run_dir: Path,
+    fields: Mapping[str, Any],
+    drawn: list[Path],
+    stages: list[Stage],
+    origin: list[str],
+    *,
+    interrupted: bool,
 ) -> str:
-    """What was made, where it is, and the next three commands, ready to paste into a shell."""
+    """What was made, where it is, and the next three commands, ready to paste. `origin`: see `origin_of`."""
     offline = sorted((run_dir / "wandb").glob("offline-run-*")) if (run_dir / "wandb").is_dir() else []
     lines = ["", "interrupted; everything up to here is saved" if interrupted else "done", ""]
     lines.append(f"  run folder   {_quote(run_dir)}")
@@ -258,10 +274,7 @@ def card(
     if offline:
         lines.append(f"  W&B offline  {_quote(offline[-1])}")
         lines.append(f"               look: wandb leet {_quote(offline[-1])}")
-    chosen = cfg.choices.get("experiment")
-    base = f"+experiment={chosen}" if chosen else f"model={cfg.choices.get('model', 'quickstart')}"
-    lr = cfg["optim.lr"] if "optim.lr" in cfg else 1e-3
-    listed = cfg.section("stages")
+    listed, lr = cfg.section("stages"), cfg.get("optim.lr") or 1e-3
     onward = _command(f"run_dir={run_dir}", "resume=true", "" if interrupted else f"train.steps={2 * stages[-1].end}")
     if listed and listed[-1].steps is not None and not interrupted:  # its length is written in the list itself
         onward = _command("task=eval", f"source={run_dir}")
@@ -270,10 +283,31 @@ def card(
         "next:",
         f"  {_command('task=generate', f'source={run_dir}', 'prompt=def ')}",
         f"  {onward}",
-        f"  {_command('-m', base, f'optim.lr={lr / 2:g},{lr:g},{lr * 2:g}')}",
+        f"  {_command('-m', *origin, f'optim.lr={lr / 2:g},{lr:g},{lr * 2:g}')}",
         "",
     ]
     return "\n".join(lines)
+
+
+def typed_groups(cfg: Config) -> dict[str, str]:
+    """Group choices that are not those of the root configuration: `{"data": "synthetic"}`."""
+    root = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    usual = {str(k): v for entry in root["defaults"] if isinstance(entry, dict) for k, v in entry.items()}
+    return {group: name for group, name in cfg.choices.items() if group in usual and name != usual[group]}
+
+
+def origin_of(cfg: Config) -> list[str]:
+    """The arguments that started this run, but for where it writes and how fast it learns: what a sweep starts from."""
+    experiment = cfg.choices.get("experiment")
+    words = [f"+experiment={experiment}"] if experiment else []
+    words += [f"{group}={name}" for group, name in typed_groups(cfg).items()]
+    own = ("task", "run_dir", "resume", "name", "optim.lr")
+    return words + [f"{key}={_plain(value)}" for key, value in cfg.explicit.items() if key not in own]
+
+
+def _plain(value: Any) -> str:
+    """A value as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _command(*arguments: str) -> str:

@@ -1,0 +1,160 @@
+"""`task=train` and `task=eval` as a whole: what lies in the run folder, what the card says, what a kill costs."""
+
+import io
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm.checkpoint import Checkpoints, read_meta
+from jaxllm.compose import compose
+from jaxllm.data.tokenizer import load_tokenizer
+from jaxllm.errors import UserError
+from jaxllm.measure.jsonl import read_metrics
+from jaxllm.tasks import Stop, TaskIO, evaluate, train
+
+SMALL = ["+experiment=smoke", "data=synthetic", "data.documents=300", "data.length=4"]
+SMALL += ["train.batch_size=2", "train.seq_len=16", "train.eval_batches=null", "mesh=single"]
+
+
+class StopAt(Stop):
+    """Asks to stop at the n-th poll, as a signal in that step would."""
+
+    def __init__(self, polls):
+        super().__init__()
+        self.left = polls
+
+    def is_set(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+def run(folder, *overrides, task=train, resume=False, stop=None):
+    """The JSON fields and what was said on stderr."""
+    folder.mkdir(exist_ok=True, parents=True)
+    err = io.StringIO()
+    cfg = compose([*(SMALL if task is train else ["mesh=single"]), *overrides]).replace(
+        {"run_dir": str(folder), "resume": resume}
+    )
+    context = TaskIO(run_dir=folder, resume=resume, out=io.StringIO(), err=err, stop=stop or Stop())
+    return task.run(cfg, context), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "my run"
+    return folder, *run(folder, "train.steps=6")
+
+
+def test_a_run_leaves_everything_in_its_folder(done):
+    folder, fields, said = done
+    assert {"loss", "val_bpb", "tokens", "tokens_per_s", "steps", "checkpoint", "skipped_steps"} <= set(fields)
+    json.dumps(fields, allow_nan=False)
+    assert fields["steps"] == 6 and fields["tokens"] <= 6 * 32 and fields["skipped_steps"] == 0
+    assert Checkpoints(folder / "checkpoints").steps() == [2, 4, 6]
+    assert fields["checkpoint"] == str(folder / "checkpoints/6")
+    meta = read_meta(fields["checkpoint"])
+    assert meta["step"] == 6 and meta["tokens"] == fields["tokens"] and "train:" in meta["config"]
+    assert {"sha256", "documents"} <= set(meta["data"]) and meta["environment"]["versions"]["jax"]
+    assert load_tokenizer(folder / "tokenizer").vocab_size == 258 and meta["tokenizer"]
+    rows = {r["step"]: r for r in read_metrics(folder)}
+    wanted = "loss grad_norm param_norm update_norm lr tokens tokens_per_s step_ms mfu skipped".split()
+    assert sorted(rows) == list(range(1, 7)) and all(f"train/{k}" in rows[s] for s in rows for k in wanted)
+    assert rows[1]["train/compile_s"] > 0 and "train/compile_s" not in rows[2] and rows[2]["train/mfu"] == "n/a"
+    assert (
+        rows[6]["val/bpb"] == pytest.approx(fields["val_bpb"]) and "val/loss" in rows[2] and "val/loss" not in rows[3]
+    )
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples} == {6} and isinstance(samples[0]["text"], str)
+    assert (folder / "plots/loss.png").stat().st_size > 1000
+    assert said.index("tracking: ") < said.index("compiling")  # what could leave the machine is said first
+
+
+def test_the_card_gives_commands_that_a_shell_takes(done):
+    folder, _, said = done
+    card = said[said.rindex("done\n") :]
+    commands = [shlex.split(line) for line in card.splitlines() if "python -m jaxllm.run" in line]
+    words = [c[3:] for c in commands]
+    assert words[0] == ["task=generate", f"source={folder}", "prompt=def "]
+    assert words[1] == [f"run_dir={folder}", "resume=true", "train.steps=12"]
+    assert words[2][:2] == ["-m", "+experiment=smoke"] and {"data=synthetic", "mesh=single"} <= set(words[2])
+    assert words[2][-1] == "optim.lr=0.0005,0.001,0.002" and "data.documents=300" in words[2]
+    compose([w for w in words[2][1:-1]])  # every part of it is a valid override
+    for path in (folder, folder / "checkpoints/6", folder / "plots/loss.png"):
+        assert shlex.quote(str(path)) in card
+
+
+def test_eval_gives_the_loss_that_training_saw(done, tmp_path):
+    folder, fields, _ = done
+    result, _ = run(tmp_path / "e", f"source={folder}", "task=eval", task=evaluate)
+    assert result["loss"] == pytest.approx(fields["val_loss"], rel=1e-6)
+    assert result["bpb"] == pytest.approx(fields["val_bpb"], rel=1e-6) and result["step"] == 6
+    other = tmp_path / "text.txt"
+    other.write_text("1234 abcd " * 30)
+    result, _ = run(tmp_path / "f", f"source={folder}", "task=eval", "data=text", f"data.path={other}", task=evaluate)
+    assert result["tokens"] > 250  # all of a foreign text, in the model's own tokens
+    with pytest.raises(UserError, match="source: missing"):
+        run(tmp_path / "g", "task=eval", task=evaluate)
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(done, tmp_path):
+    folder, fields, _ = done
+    first, said = run(tmp_path / "run", "train.steps=6", stop=StopAt(3))
+    assert first["steps"] == 3 and "interrupted; everything up to here is saved" in said
+    second, said = run(tmp_path / "run", "train.steps=6", resume=True)
+    assert "resume: from step 3" in said
+    for name in ("loss", "val_bpb", "tokens", "steps"):
+        assert second[name] == fields[name], name
+    a, b = (Checkpoints(p / "checkpoints").restore_params()[0] for p in (folder, tmp_path / "run"))
+    np.testing.assert_array_equal(a["embed"], b["embed"])
+
+
+def test_stages_come_from_the_configuration(tmp_path):
+    constant = "{_target_:jaxllm.training.schedules.Constant}"
+    stages = f"stages=[{{steps:2,freeze:['g0/*']}},{{seq_len:8,lr:1e-4,schedule:{constant}}}]"
+    fields, said = run(tmp_path / "run", "train.steps=4", "train.sample_tokens=0", stages)
+    assert fields["steps"] == 4 and "stage stage1: steps 2 to 4" in said
+    rows = {r["step"]: r for r in read_metrics(tmp_path / "run")}
+    assert rows[3]["train/lr"] == pytest.approx(1e-4) and not (tmp_path / "run/samples.jsonl").exists()
+
+
+def test_kill_9_costs_at_most_the_steps_since_the_last_save(tmp_path, root):
+    folder = tmp_path / "killed"
+    command = [
+        sys.executable,
+        "-m",
+        "jaxllm.run",
+        *SMALL,
+        f"run_dir={folder}",
+        "train.steps=100000",
+        "train.save_every=10",
+    ]
+    command += ["train.eval_every=0", "train.sample_tokens=0", "track=none"]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    child = subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 180
+        while not (Path(folder) / "checkpoints/20/commit_success.txt").exists():
+            assert time.monotonic() < deadline and child.poll() is None, child.stderr.read()[-2000:]
+            time.sleep(0.02)
+        child.send_signal(signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait()
+        child.stderr.close()
+    reached = max(r["step"] for r in read_metrics(folder))
+    kept = Checkpoints(folder / "checkpoints").latest()
+    # one save may be on its way to the disk while the next ten steps run
+    assert kept is not None and kept >= 20 and reached - kept <= 20
+    fields, said = run(folder, f"train.steps={kept + 2}", "train.sample_tokens=0", resume=True)
+    assert fields["steps"] == kept + 2 and f"resume: from step {kept}" in said
+    assert int(read_meta(fields["checkpoint"])["tokens"]) == fields["tokens"]

@@ -30,18 +30,19 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     """
     if cfg.source is None:
         raise UserError("source: missing; give source=<run folder or checkpoint>")
-    typed = {k: v for k, v in cfg.explicit.items() if k.split(".")[0] in ("model", "data", "train")}
+    other_group = "data" in typed_groups(cfg)
+    roots = ("model", "train") if other_group else ("model", "train", "data")
+    typed = {k: v for k, v in cfg.explicit.items() if k.split(".")[0] in roots}
     source = open_source(cfg.path(cfg.source), overrides=typed, allow_targets=cfg.allow_targets, warn=io.log)
     settings: TrainSettings = source.config.section("train")
     place = cfg.section("mesh")
     mesh = build_mesh(place.axes, axis_type=place.axis_type)
     check_batch(settings.batch_size, mesh, place.rules)
 
-    other_group = typed_groups(cfg).get("data") is not None
     text: Text = (cfg if other_group else source.config).build("data")
     foreign = other_group or any(key.startswith("data.") for key in typed)
     changes: dict[str, Any] = {"tokenizer": Fixed(source.tokenizer)}
-    if foreign and "data.val_every" not in typed:
+    if foreign and "data.val_every" not in cfg.explicit:
         changes["val_every"] = 0
     corpus = dataclasses.replace(text, **changes).prepare(io.log, cfg.original_cwd)
     store = corpus.val if changes.get("val_every", text.val_every) else corpus.train

@@ -30,17 +30,14 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     """
     if cfg.source is None:
         raise UserError("source: missing; give source=<run folder or checkpoint>")
-    other_group = "data" in typed_groups(cfg)
-    roots = ("model", "train") if other_group else ("model", "train", "data")
-    typed = {k: v for k, v in cfg.explicit.items() if k.split(".")[0] in roots}
+    typed = {k: v for k, v in cfg.explicit.items() if k.split(".")[0] in ("model", "train")}
     source = open_source(cfg.path(cfg.source), overrides=typed, allow_targets=cfg.allow_targets, warn=io.log)
     settings: TrainSettings = source.config.section("train")
     place = cfg.section("mesh")
     mesh = build_mesh(place.axes, axis_type=place.axis_type)
     check_batch(settings.batch_size, mesh, place.rules)
 
-    text: Text = (cfg if other_group else source.config).build("data")
-    foreign = other_group or any(key.startswith("data.") for key in typed)
+    text, foreign = _text(cfg, source.config)
     changes: dict[str, Any] = {"tokenizer": Fixed(source.tokenizer)}
     if foreign and "data.val_every" not in cfg.explicit:
         changes["val_every"] = 0
@@ -72,3 +69,12 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         result = evaluator(params, watched(), limit)
     io.log(f"loss {result['loss']:.4f}, {result['bpb']:.4f} bits per byte over {result['tokens']:,} tokens")
     return {**result, "batches": batches, "step": source.step, "checkpoint": str(source.folder)}
+
+
+def _text(cfg: Config, trained: Config) -> tuple[Text, bool]:
+    """What to evaluate on, and whether the command named it. Typed `data.*` keys change the run's own data node where
+    they are of its kind; else they belong to the kind that was chosen (or the usual one)."""
+    keys = {k: v for k, v in cfg.explicit.items() if k.startswith("data.")}
+    if "data" in typed_groups(cfg) or (keys and cfg["data._target_"] != trained["data._target_"]):
+        return cfg.build("data"), True
+    return trained.replace(keys).build("data"), bool(keys)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,10 @@ class Optimiser:
     schedule: Schedule = Cosine(warmup_steps=100)
     clip_norm: float | None = 1.0
 
+    # Does a gradient of finite norm always give a finite update? Then the guard need not wait for the update's norm, and
+    # the update can be fused into the parameters' one pass through memory (a third of the optimiser's time on CPU).
+    finite_updates: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise UserError(f"lr: {self.lr} must be above 0")
@@ -81,6 +85,8 @@ class AdamW(Optimiser):
     b2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+
+    finite_updates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

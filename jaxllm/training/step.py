@@ -104,7 +104,9 @@ def make_train_step(
         updates, opt_state = tx.update(_with_zeros(grads, part), state.opt_state, part)
         updates = pick(jax.tree.map(lambda u: lr * u.astype(jnp.float32), updates), moving)
         update_norm = optax.tree.norm(updates)
-        finite = jnp.isfinite(report["loss"]) & jnp.isfinite(norm) & jnp.isfinite(update_norm)
+        finite = jnp.isfinite(report["loss"]) & jnp.isfinite(norm)
+        if not optimiser.finite_updates:
+            finite &= jnp.isfinite(update_norm)
 
         def moved(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(finite, new.astype(old.dtype), old)

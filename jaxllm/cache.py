@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 
@@ -17,43 +18,49 @@ from jaxllm.errors import UserError
 
 @struct.dataclass
 class KVCache:
-    """Contiguous keys `[b, g, s, k]` and values `[b, g, s, v]`; the token at position p lies at index p."""
+    """Contiguous keys `[b, g, s, k]` and values `[b, g, s, v]`; the token at position p lies at index p of s.
+
+    There is no axis g where there is one kv head: see `_per_head` in `jaxllm/ops/attention.py`.
+    """
 
     k: Array
     v: Array
 
     @classmethod
     def zeros(cls, b: int, g: int, s: int, k: int, v: int, dtype: Any) -> "KVCache":
-        return cls(jnp.zeros((b, g, s, k), dtype), jnp.zeros((b, g, s, v), dtype))
+        heads = () if g == 1 else (g,)
+        return cls(jnp.zeros((b, *heads, s, k), dtype), jnp.zeros((b, *heads, s, v), dtype))
 
     @property
     def capacity(self) -> int:
-        return self.k.shape[2]
+        return self.k.shape[-2]
 
 
 def write(buffer: Array, update: Array, positions: Array, valid: Array) -> Array:
-    """Write `update [b, g, t, k]` into `buffer [b, g, s, k]` at `positions [b, t]`, in place when the buffer is donated.
+    """Write `update [b, g, t, k]` into `buffer [b, (g,) s, k]` at `positions [b, t]`, in place when the buffer is donated.
 
     Tokens that are not `valid`, and positions beyond the capacity, are dropped: a caller checks the capacity on the host with
     `check_capacity` before it calls. The scatter always carries one extra, dropped row, because XLA turns a single-row scatter
     into select + dynamic-update-slice in two fusions and copies the whole buffer.
     """
-    b, g, s, k = buffer.shape
-    t = update.shape[2]
+    b, g, t, k = update.shape
+    s = buffer.shape[-2]
     index = jnp.where(valid & (positions >= 0), positions, s)
     index = jnp.broadcast_to(index[:, None], (b, g, t)).reshape(-1)
     lane = jnp.repeat(jnp.arange(b * g, dtype=jnp.int32), t)
     index = jnp.concatenate([index, jnp.full(1, s, index.dtype)])
     lane = jnp.concatenate([lane, jnp.zeros(1, lane.dtype)])
     rows = jnp.concatenate([update.reshape(b * g * t, k), jnp.zeros((1, k), update.dtype)]).astype(buffer.dtype)
-    return buffer.reshape(b * g, s, k).at[lane, index].set(rows, mode="drop").reshape(b, g, s, k)
+    return buffer.reshape(b * g, s, k).at[lane, index].set(rows, mode="drop").reshape(buffer.shape)
 
 
 def check_capacity(capacity: int, lengths: Any, new: Any) -> None:
     """Refuse, on the host, a call that would write past the end. `lengths` and `new` are integers or host arrays."""
-    end = int((jnp.asarray(lengths) + jnp.asarray(new)).max())
+    end = int((np.asarray(lengths) + np.asarray(new)).max())
     if end > capacity:
-        raise UserError(f"cache: {end} tokens do not fit a cache of {capacity}; ask for a longer cache or generate fewer tokens")
+        raise UserError(
+            f"cache: {end} tokens do not fit a cache of {capacity}; ask for a longer cache or generate fewer tokens"
+        )
 
 
 @struct.dataclass
@@ -91,7 +98,9 @@ def keep_pending(run: Replayed, draft: int) -> Any:
     """The inputs of the tokens after the commit point: the next call's `pending`, leaves `[b, draft, ...]`."""
     n = run.valid.shape[1]
     index = jnp.minimum(run.commit[:, None] + jnp.arange(draft, dtype=jnp.int32)[None], n - 1)
-    return jax.tree.map(lambda x: jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1), run.inputs)
+    return jax.tree.map(
+        lambda x: jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1), run.inputs
+    )
 
 
 def cache_bytes(cache: Any) -> int:

@@ -52,22 +52,30 @@ def mesh_sizes(axes: Mapping[str, int] | None, devices: int) -> dict[str, int]:
     if free:
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if devices % fixed:
-            raise UserError(f"mesh.axes: {fixed} does not divide the {devices} devices present, so {free[0]}=-1 has no size")
+            raise UserError(
+                f"mesh.axes: {fixed} does not divide the {devices} devices present, so {free[0]}=-1 has no size"
+            )
         sizes[free[0]] = devices // fixed
     return sizes
 
 
-def build_mesh(axes: Mapping[str, int] | None = None, *, axis_type: str = "auto", devices: Sequence[Any] | None = None) -> Mesh:
+def build_mesh(
+    axes: Mapping[str, int] | None = None, *, axis_type: str = "auto", devices: Sequence[Any] | None = None
+) -> Mesh:
     """A mesh over the devices; the axis type of the whole program is chosen here alone."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(axes, len(devices))
     count = math.prod(sizes.values())
     if count > len(devices):
-        raise UserError(f"mesh.axes: {sizes} needs {count} devices, {len(devices)} are present; lower an axis or set one to -1")
+        raise UserError(
+            f"mesh.axes: {sizes} needs {count} devices, {len(devices)} are present; lower an axis or set one to -1"
+        )
     kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     if axis_type not in kinds:
         raise UserError(f"mesh.axis_type: {axis_type!r} is not one of {', '.join(kinds)}")
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kinds[axis_type],) * len(sizes), devices=devices[:count])
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(kinds[axis_type],) * len(sizes), devices=devices[:count]
+    )
 
 
 def abstract_mesh(axes: Mapping[str, int] | None = None) -> AbstractMesh:
@@ -97,11 +105,15 @@ def partition_spec(axes: Sequence[str | None], mesh: Any, rules: Rules, *, name:
     entries: list[Any] = []
     for axis in axes:
         if axis is not None and axis not in rules:
-            raise UserError(f"{name}: logical axis {axis!r} has no rule; add it to mesh.rules (known: {', '.join(rules)})")
+            raise UserError(
+                f"{name}: logical axis {axis!r} has no rule; add it to mesh.rules (known: {', '.join(rules)})"
+            )
         chosen = [m for m in _mesh_axes(rules[axis] if axis is not None else None) if mesh.shape.get(m, 1) > 1]
         for m in chosen:
             if m in used:
-                raise UserError(f"{name}: logical axes {used[m]!r} and {axis!r} both map to mesh axis {m!r}; change one in mesh.rules")
+                raise UserError(
+                    f"{name}: logical axes {used[m]!r} and {axis!r} both map to mesh axis {m!r}; change one in mesh.rules"
+                )
             used[m] = str(axis)
         entries.append(None if not chosen else chosen[0] if len(chosen) == 1 else tuple(chosen))
     return PartitionSpec(*entries)
@@ -128,7 +140,10 @@ def shard_map_over(fn: Any, in_axes: Any, out_axes: Any, **kwargs: Any) -> Any:
 
     is_axes = lambda a: isinstance(a, tuple) and all(n is None or isinstance(n, str) for n in a)  # noqa: E731
     return jax.shard_map(
-        fn, in_specs=jax.tree.map(spec, in_axes, is_leaf=is_axes), out_specs=jax.tree.map(spec, out_axes, is_leaf=is_axes), **kwargs
+        fn,
+        in_specs=jax.tree.map(spec, in_axes, is_leaf=is_axes),
+        out_specs=jax.tree.map(spec, out_axes, is_leaf=is_axes),
+        **kwargs,
     )
 
 
@@ -144,7 +159,9 @@ def param_shardings(declared: Any, mesh: Mesh, rules: Rules | None = None) -> An
             ways = math.prod(mesh.shape[m] for m in _mesh_axes(entry))
             if size % ways:
                 where = "*".join(_mesh_axes(entry))
-                raise UserError(f"{name}: axis {axis!r} of size {size} does not divide by mesh axis {where!r} of size {ways}")
+                raise UserError(
+                    f"{name}: axis {axis!r} of size {size} does not divide by mesh axis {where!r} of size {ways}"
+                )
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(one, declared, is_leaf=is_box)
@@ -160,4 +177,6 @@ def check_batch(batch_size: int, mesh: Mesh, rules: Rules | None = None) -> None
     axes = _mesh_axes({**RULES, **(rules or {})}["batch"])
     ways = math.prod(mesh.shape.get(m, 1) for m in axes)
     if batch_size % ways:
-        raise UserError(f"train.batch_size: {batch_size} rows do not divide by mesh axes {'*'.join(axes)} of size {ways}")
+        raise UserError(
+            f"train.batch_size: {batch_size} rows do not divide by mesh axes {'*'.join(axes)} of size {ways}"
+        )

@@ -65,7 +65,9 @@ class Block(nn.Module, kw_only=True):
     dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, R: Any, ctx: Context, cache: Any, shared: Mapping[str, Array]) -> tuple[Any, Any, Mapping[str, Array], Aux]:
+    def __call__(
+        self, R: Any, ctx: Context, cache: Any, shared: Mapping[str, Array]
+    ) -> tuple[Any, Any, Mapping[str, Array], Aux]:
         drop = nn.Dropout(self.dropout, deterministic=not ctx.train) if self.dropout else lambda y: y
         site = self.residual(site="mixer", name="residual_mixer")
         with jax.named_scope("mixer"):
@@ -86,7 +88,9 @@ class Period(nn.Module, kw_only=True):
     residual: Callable[..., Residual]
 
     @nn.compact
-    def __call__(self, carry: tuple[Any, Mapping[str, Array]], ctx: Context, caches: Any, fixed: Any) -> tuple[Any, tuple[Any, Aux]]:
+    def __call__(
+        self, carry: tuple[Any, Mapping[str, Array]], ctx: Context, caches: Any, fixed: Any
+    ) -> tuple[Any, tuple[Any, Aux]]:
         stream, shared = carry
         scheme = self.residual(site="period", parent=None)
         R = scheme.merge(stream, fixed)
@@ -143,10 +147,18 @@ class LanguageModel(nn.Module, kw_only=True):
         for key in ("dtype", "param_dtype", "logits_dtype"):
             if getattr(self, key) not in (None, "float32", "bfloat16", "float16", "float64"):
                 raise UserError(f"model.{key}: {getattr(self, key)!r} is not float32, bfloat16, float16 or float64")
-        for kind, partials in (("mixers", self.mixers), ("ffns", self.ffns), ("", {"residual": self.residual, "norm": self.norm})):
+        for kind, partials in (
+            ("mixers", self.mixers),
+            ("ffns", self.ffns),
+            ("", {"residual": self.residual, "norm": self.norm}),
+        ):
             for role, partial in partials.items():
-                if isinstance(partial, nn.Module):  # an instance would be adopted once and share its weights between blocks
-                    raise UserError(f"model.{kind}{'.' if kind else ''}{role}: needs _partial_: true, got a finished {type(partial).__name__}")
+                if isinstance(
+                    partial, nn.Module
+                ):  # an instance would be adopted once and share its weights between blocks
+                    raise UserError(
+                        f"model.{kind}{'.' if kind else ''}{role}: needs _partial_: true, got a finished {type(partial).__name__}"
+                    )
         super().__post_init__()
 
     # ---- what the fields mean ------------------------------------------------------------------------------------------------------
@@ -218,16 +230,20 @@ class LanguageModel(nn.Module, kw_only=True):
 
     def setup(self) -> None:
         d, v = self.d_model, self.padded_vocab
-        self.embed = param(self, "embed", Normal(d**-0.5), (v, d), ("vocab", "embed"), dtype=jnp.dtype(self.param_dtype))
+        self.embed = param(
+            self, "embed", Normal(d**-0.5), (v, d), ("vocab", "embed"), dtype=jnp.dtype(self.param_dtype)
+        )
         if not self.tie_embeddings:
-            self.lm_head = param(self, "lm_head", Normal(d**-0.5), (d, v), ("embed", "vocab"), dtype=jnp.dtype(self.param_dtype))
+            self.lm_head = param(
+                self, "lm_head", Normal(d**-0.5), (d, v), ("embed", "vocab"), dtype=jnp.dtype(self.param_dtype)
+            )
         self.final_norm = self._norm(name="final_norm")
         self.residual_out = self._residual(site="out", name="residual_out")
         policy = REMAT[self.remat]
         periods = []
         for i, group in enumerate(self.groups):
             blocks = tuple(self._block(*pair) for pair in group.period)
-            kwargs = {"blocks": blocks, "residual": self._residual}
+            kwargs: dict[str, Any] = {"blocks": blocks, "residual": self._residual}
             body = Period if policy is None else nn.remat(Period, prevent_cse=not self.scan, policy=policy)
             if not self.scan:
                 periods.append([body(**kwargs, name=f"g{i}_{n}") for n in range(group.repeats)])
@@ -257,7 +273,9 @@ class LanguageModel(nn.Module, kw_only=True):
         if cache is not None and self.scan:
             raise ValueError("a cache needs the unstacked layout: use model.unrolled() with unstack(model, params)")
         if self.max_seq_len is not None and cache is None and ctx.tokens.shape[1] > self.max_seq_len:
-            raise UserError(f"model.max_seq_len: a sequence of {ctx.tokens.shape[1]} is longer than {self.max_seq_len}; shorten it or raise the limit")
+            raise UserError(
+                f"model.max_seq_len: a sequence of {ctx.tokens.shape[1]} is longer than {self.max_seq_len}; shorten it or raise the limit"
+            )
         x = jnp.take(self.embed, ctx.tokens, axis=0, mode="clip").astype(self.compute_dtype)
         if self.embed_scale is not None:
             x = x * jnp.asarray(self.embed_scale, x.dtype)
@@ -273,7 +291,9 @@ class LanguageModel(nn.Module, kw_only=True):
             parts: list[Aux] = []
             for n, period in enumerate(periods):
                 key = f"g{i}_{n}"
-                (carry, shared), (caches, part) = period((carry, shared), ctx, None if cache is None else cache[key], fixed)
+                (carry, shared), (caches, part) = period(
+                    (carry, shared), ctx, None if cache is None else cache[key], fixed
+                )
                 new_cache[key] = caches
                 parts.append(part)
             R = self.residual_out.merge(carry, fixed)
@@ -302,7 +322,7 @@ class LanguageModel(nn.Module, kw_only=True):
 
     def __call__(self, ctx: Context, cache: Any = None) -> tuple[Any, Out]:
         cache, out = self.backbone(ctx, cache)
-        return cache, out.replace(logits=self.head(out.hidden))
+        return cache, Out(self.head(out.hidden), out.hidden, out.capture, out.aux)
 
     # ---- unbound: what callers ask without arrays --------------------------------------------------------------------------------
 
@@ -312,7 +332,9 @@ class LanguageModel(nn.Module, kw_only=True):
         return params["embed"].T if self.tie_embeddings else params["lm_head"]
 
     @nn.nowrap
-    def init_cache(self, batch: int, length: int, dtype: Any = None, *, draft: int = 0, pages: int | None = None) -> dict[str, Any]:
+    def init_cache(
+        self, batch: int, length: int, dtype: Any = None, *, draft: int = 0, pages: int | None = None
+    ) -> dict[str, Any]:
         """A cache for each layer, in the unstacked layout, with room for `length` tokens a row (tentative ones included)."""
         dtype = self.compute_dtype if dtype is None else jnp.dtype(dtype)
         make = lambda role: self.mixer(role).init_cache(batch, length, dtype, draft=draft, pages=pages)  # noqa: E731

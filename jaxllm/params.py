@@ -48,11 +48,14 @@ def init_params(model: LanguageModel, key: Array, *, mesh: Mesh | None = None, r
     if mesh is not None:
         shardings = jax.tree.leaves(param_shardings(declared, mesh, rules))
     seed = int.from_bytes(np.asarray(jax.random.key_data(key)).tobytes(), "little")
-    return jax.tree.unflatten(tree, [_draw(path_name(path), box, seed, place) for (path, box), place in zip(leaves, shardings, strict=True)])
+    return jax.tree.unflatten(
+        tree, [_draw(path_name(path), box, seed, place) for (path, box), place in zip(leaves, shardings, strict=True)]
+    )
 
 
 def _draw(name: str, box: Declared, seed: int, sharding: jax.sharding.Sharding) -> Array:
-    init, shape, dtype = box.init, box.value.shape, box.value.dtype
+    init: Any = box.init
+    shape, dtype = box.value.shape, box.value.dtype
     stacked = bool(box.names) and box.names[0] == "layers"
     stream = zlib.crc32(name.encode())
 
@@ -73,9 +76,10 @@ def _draw(name: str, box: Declared, seed: int, sharding: jax.sharding.Sharding) 
             return whole()[index].astype(dtype)
         return np.stack([row(i)[index[1:]] for i in range(*bounds[0])]).astype(dtype)
 
-    return jax.make_array_from_callback(
-        shape, sharding, lambda index: piece(tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)))
-    )
+    def shard(index: Any) -> np.ndarray:
+        return piece(tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)))
+
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 def unstack(model: LanguageModel, params: Mapping[str, Any]) -> Params:

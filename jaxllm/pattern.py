@@ -39,10 +39,14 @@ def parse(layers: str) -> tuple[Group, ...]:
         for word in part[head.end() if head else 0 :].split():
             item = _ITEM.match(word)
             if not item:
-                raise UserError(f"model.layers: cannot read {word!r} in {layers!r}; an item is mixer/ffn or mixer/ffn*n, a group N* items")
+                raise UserError(
+                    f"model.layers: cannot read {word!r} in {layers!r}; an item is mixer/ffn or mixer/ffn*n, a group N* items"
+                )
             period += [(item.group(1), item.group(2))] * int(item.group(3) or 1)
         if not period or repeats < 1:
-            raise UserError(f"model.layers: group {part.strip()!r} of {layers!r} has no layers; write e.g. 12* global/dense")
+            raise UserError(
+                f"model.layers: group {part.strip()!r} of {layers!r} has no layers; write e.g. 12* global/dense"
+            )
         groups.append(Group(repeats, tuple(period)))
     return tuple(groups)
 
@@ -56,4 +60,6 @@ def check_roles(groups: Iterable[Group], mixers: Iterable[str], ffns: Iterable[s
                 if role not in known:
                     near = difflib.get_close_matches(role, known, n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
-                    raise UserError(f"model.layers: role {role!r} is not in model.{key} (has {', '.join(known) or 'nothing'}){hint}")
+                    raise UserError(
+                        f"model.layers: role {role!r} is not in model.{key} (has {', '.join(known) or 'nothing'}){hint}"
+                    )

@@ -46,7 +46,11 @@ class Subject:
         self.flat = unstack(model, self.params)
         self.prepared = self.decoder.prepare(self.flat)
         self._full = jax.jit(lambda ctx: self.model.apply({"params": self.params}, ctx)[1].logits)
-        self._step = jax.jit(lambda ctx, cache: (lambda r: (r[0], r[1].logits))(self.decoder.apply({"params": self.prepared}, ctx, cache)))
+        self._step = jax.jit(
+            lambda ctx, cache: (lambda r: (r[0], r[1].logits))(
+                self.decoder.apply({"params": self.prepared}, ctx, cache)
+            )
+        )
 
     def full(self, ctx: Context) -> np.ndarray:
         b = ctx.tokens.shape[0]
@@ -57,7 +61,9 @@ class Subject:
 
     def step(self, ctx: Context, cache: Any) -> tuple[Any, np.ndarray]:
         b = ctx.tokens.shape[0]
-        cache, logits = self._step(jax.tree.map(lambda x: jnp.pad(x, ((0, ROWS - b),) + ((0, 0),) * (x.ndim - 1)), ctx), cache)
+        cache, logits = self._step(
+            jax.tree.map(lambda x: jnp.pad(x, ((0, ROWS - b),) + ((0, 0),) * (x.ndim - 1)), ctx), cache
+        )
         return cache, np.asarray(logits)[:b]
 
     def tokens(self, b: int = 2, t: int = T, seed: int = 1) -> jax.Array:
@@ -142,8 +148,12 @@ def check_draft_verify(s: Subject, draft: int = 3) -> None:
     while (lengths + accepted + 1 + draft <= T).any():
         lengths = lengths + accepted
         live = lengths + 1 + draft <= T  # a finished row rides along as padding
-        feed = np.stack([truth[r, lengths[r] : lengths[r] + 1 + draft] if live[r] else np.zeros(1 + draft, int) for r in range(b)])
-        good = np.where(live, rng.integers(0, draft + 1, b), 0).astype(np.int32)  # so many drafts are right, the next one is wrong
+        feed = np.stack(
+            [truth[r, lengths[r] : lengths[r] + 1 + draft] if live[r] else np.zeros(1 + draft, int) for r in range(b)]
+        )
+        good = np.where(live, rng.integers(0, draft + 1, b), 0).astype(
+            np.int32
+        )  # so many drafts are right, the next one is wrong
         for r in range(b):
             if live[r] and good[r] < draft:
                 feed[r, 1 + good[r]] = (feed[r, 1 + good[r]] + 1) % VOCAB
@@ -174,7 +184,9 @@ def check_bf16_gradients(s: Subject) -> None:
 
     def loss(params: Any) -> jax.Array:
         out = model.apply({"params": params}, ctx)[1]
-        return -jnp.mean(jax.nn.log_softmax(out.logits)[..., 0]) + sum(v for k, v in out.aux.items() if k.startswith("loss/"))
+        return -jnp.mean(jax.nn.log_softmax(out.logits)[..., 0]) + sum(
+            v for k, v in out.aux.items() if k.startswith("loss/")
+        )
 
     value, grads = jax.jit(jax.value_and_grad(loss))(s.params)
     assert np.isfinite(float(value))

@@ -11,10 +11,16 @@ from jaxllm.config import options
 
 TOYS = {
     "toy_recurrent": ({"m": toys.ToyRecurrent}, "2* m/dense"),
-    "toy_shared": ({"m": toys.ToyRecurrent, "own": toys.ToyShare, "use": functools.partial(toys.ToyShare, owner=False)}, "own/dense | 2* m/dense use/dense"),
+    "toy_shared": (
+        {"m": toys.ToyRecurrent, "own": toys.ToyShare, "use": functools.partial(toys.ToyShare, owner=False)},
+        "own/dense | 2* m/dense use/dense",
+    ),
 }
 CHECKS = [getattr(contract, name) for name in dir(contract) if name.startswith("check_")]
-STATELESS = [getattr(contract, f"check_{name}") for name in ("causal", "packed", "padding", "bf16_gradients", "sharded", "cost", "flops")]
+STATELESS = [
+    getattr(contract, f"check_{name}")
+    for name in ("causal", "packed", "padding", "bf16_gradients", "sharded", "cost", "flops")
+]
 
 
 @functools.cache
@@ -30,9 +36,13 @@ def subject(kind: str) -> contract.Subject:
 
 CASES = [(f"mixer/{name}", check) for name in options("mixer") for check in CHECKS]
 CASES += [(name, check) for name in sorted(TOYS) for check in CHECKS]
-CASES += [(f"ffn/{name}", check) for name in options("ffn") for check in STATELESS]  # an ffn has no cache to split or to roll back
+CASES += [
+    (f"ffn/{name}", check) for name in options("ffn") for check in STATELESS
+]  # an ffn has no cache to split or to roll back
 
 
-@pytest.mark.parametrize(("kind", "check"), CASES, ids=[f"{kind}-{check.__name__.removeprefix('check_')}" for kind, check in CASES])
+@pytest.mark.parametrize(
+    ("kind", "check"), CASES, ids=[f"{kind}-{check.__name__.removeprefix('check_')}" for kind, check in CASES]
+)
 def test_contract(kind, check):
     check(subject(kind))

@@ -17,7 +17,14 @@ from jaxllm.params import declare, init_params
 
 def model(heads=4, kv=2, d_ff=64, vocab=64, layers="2* g/d", **kwargs):
     mixers = {"g": functools.partial(GQA, num_heads=heads, num_kv_heads=kv)}
-    return LanguageModel(vocab_size=vocab, d_model=32, layers=layers, mixers=mixers, ffns={"d": functools.partial(MLP, d_ff=d_ff)}, **kwargs)
+    return LanguageModel(
+        vocab_size=vocab,
+        d_model=32,
+        layers=layers,
+        mixers=mixers,
+        ffns={"d": functools.partial(MLP, d_ff=d_ff)},
+        **kwargs,
+    )
 
 
 def test_one_size_may_be_what_is_left():
@@ -27,7 +34,13 @@ def test_one_size_may_be_what_is_left():
 
 
 @pytest.mark.parametrize(
-    "axes,words", [({"data": 16}, "16 devices, 8 are present"), ({"data": -1, "fsdp": -1}, "at most once"), ({"data": -1, "tensor": 3}, "does not divide"), ({"data": 0}, "at least 1")]
+    "axes,words",
+    [
+        ({"data": 16}, "16 devices, 8 are present"),
+        ({"data": -1, "fsdp": -1}, "at most once"),
+        ({"data": -1, "tensor": 3}, "does not divide"),
+        ({"data": 0}, "at least 1"),
+    ],
 )
 def test_a_mesh_that_cannot_be_is_refused(axes, words):
     with pytest.raises(UserError, match=words):
@@ -36,7 +49,9 @@ def test_a_mesh_that_cannot_be_is_refused(axes, words):
 
 def test_a_dimension_that_does_not_divide_names_parameter_axis_and_sizes():
     mesh = build_mesh({"tensor": 4})
-    with pytest.raises(UserError, match=r"parameter g0/b0/mixer/k_proj: axis 'kv_heads' of size 2 .* 'tensor' of size 4"):
+    with pytest.raises(
+        UserError, match=r"parameter g0/b0/mixer/k_proj: axis 'kv_heads' of size 2 .* 'tensor' of size 4"
+    ):
         param_shardings(declare(model()), mesh)
     with pytest.raises(UserError, match="parameter embed: axis 'vocab' of size 62"):
         param_shardings(declare(model(kv=4, vocab=62)), mesh)
@@ -44,7 +59,9 @@ def test_a_dimension_that_does_not_divide_names_parameter_axis_and_sizes():
 
 def test_two_logical_axes_on_one_mesh_axis_are_refused():
     mesh = build_mesh({"tensor": 2})
-    with pytest.raises(UserError, match="parameter .*'embed' and 'heads' both map to mesh axis 'tensor'|'vocab' and 'embed' both map"):
+    with pytest.raises(
+        UserError, match="parameter .*'embed' and 'heads' both map to mesh axis 'tensor'|'vocab' and 'embed' both map"
+    ):
         param_shardings(declare(model()), mesh, {"embed": "tensor"})
     with pytest.raises(UserError, match="no rule"):
         partition_spec(("nonsense",), mesh, RULES)
@@ -97,13 +114,23 @@ def count(text: str, kind: str) -> int:
 def forward_hlo(axes, layers="a/d a/d a/d"):
     """Compiled forward of an unrolled model: HLO counts a scan's body once."""
     m = LanguageModel(
-        vocab_size=64, d_model=32, layers="3* g/d", mixers={"g": functools.partial(GQA, num_heads=4)}, ffns={"d": functools.partial(MLP, d_ff=64)}, scan=False
+        vocab_size=64,
+        d_model=32,
+        layers="3* g/d",
+        mixers={"g": functools.partial(GQA, num_heads=4)},
+        ffns={"d": functools.partial(MLP, d_ff=64)},
+        scan=False,
     )
     mesh = build_mesh(axes)
     params = init_params(m, jax.random.key(0), mesh=mesh)
     ctx = jax.device_put(Context.whole(jnp.zeros((8, 16), jnp.int32)), batch_sharding(mesh))
     with use_mesh(mesh):
-        return jax.jit(lambda p, ctx: m.apply({"params": p}, ctx, method="backbone")[1].hidden).lower(params, ctx).compile().as_text()
+        return (
+            jax.jit(lambda p, ctx: m.apply({"params": p}, ctx, method="backbone")[1].hidden)
+            .lower(params, ctx)
+            .compile()
+            .as_text()
+        )
 
 
 def test_tensor_parallelism_is_one_all_reduce_per_half_block():

@@ -66,7 +66,11 @@ class ToyRecurrent(Layer, kw_only=True):
         run = replay(cache.pending, x, rows.accepted, rows.new, rows.tentative)
         fresh = (rows.lengths == 0)[:, None]
         states, windows, y = self._run(
-            run.inputs, run.valid, jnp.zeros_like(run.valid), jnp.where(fresh, 0.0, cache.state), jnp.where(fresh, 0.0, cache.window)
+            run.inputs,
+            run.valid,
+            jnp.zeros_like(run.valid),
+            jnp.where(fresh, 0.0, cache.state),
+            jnp.where(fresh, 0.0, cache.window),
         )
         pick = lambda a: jnp.take_along_axis(a, run.commit[None, :, None], axis=0)[0]  # noqa: E731
         y = jnp.take_along_axis(y, run.output[:, :, None], axis=1)
@@ -98,8 +102,12 @@ class ToyShare(Layer, kw_only=True):
     def __call__(self, x, ctx: Context, cache=None, shared=None):
         shared = dict(shared or {})
         if self.owner:
-            shared["toy"] = x @ param(self, "in_proj", fan_in(self.d_model), (self.d_model, self.width), ("embed", None)).astype(x.dtype)
-        y = jnp.tanh(shared["toy"]) @ param(self, "out_proj", fan_in(self.width), (self.width, self.d_model), (None, "embed")).astype(x.dtype)
+            shared["toy"] = x @ param(
+                self, "in_proj", fan_in(self.d_model), (self.d_model, self.width), ("embed", None)
+            ).astype(x.dtype)
+        y = jnp.tanh(shared["toy"]) @ param(
+            self, "out_proj", fan_in(self.width), (self.width, self.d_model), (None, "embed")
+        ).astype(x.dtype)
         return y * x, cache, shared, {}
 
     def init_cache(self, batch, length, dtype, *, draft=0, pages=None):

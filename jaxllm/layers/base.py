@@ -6,7 +6,7 @@ A layer is a Linen dataclass, pure in and pure out. Its fields are its configura
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -96,7 +96,9 @@ class Context:
             slots=jnp.arange(b, dtype=jnp.int32) if slots is None else jnp.asarray(slots, jnp.int32),
         )
         offset = jnp.arange(t, dtype=jnp.int32)[None]
-        return cls(tokens, lengths[:, None] + offset, (offset < new[:, None]).astype(jnp.int32), rows, False, tuple(capture))
+        return cls(
+            tokens, lengths[:, None] + offset, (offset < new[:, None]).astype(jnp.int32), rows, False, tuple(capture)
+        )
 
 
 @struct.dataclass
@@ -182,7 +184,7 @@ def param(
     def boxed(key: Array) -> Declared:
         return Declared(init(key, shape, dtype), names=axes, init=init, trainable=trainable, update=update)
 
-    return module.param(name, boxed)
+    return cast(Array, module.param(name, boxed))  # boxed while initialising, the bare array otherwise
 
 
 @dataclasses.dataclass(frozen=True)

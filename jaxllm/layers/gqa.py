@@ -14,6 +14,7 @@ from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RoPE
 from jaxllm.mesh import shard
 from jaxllm.ops.attention import attend, attend_cache, causal_blocks, visible
+from jaxllm.ops.linear import linear
 
 
 class GQA(Layer, kw_only=True):
@@ -39,7 +40,9 @@ class GQA(Layer, kw_only=True):
         if self.num_heads < 1 or self.kv_heads < 1 or self.num_heads % self.kv_heads:
             raise UserError(f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}")
         if self.head_dim is None and self.d_model % self.num_heads:
-            raise UserError(f"num_heads: {self.num_heads} does not divide d_model={self.d_model}; set head_dim or change one")
+            raise UserError(
+                f"num_heads: {self.num_heads} does not divide d_model={self.d_model}; set head_dim or change one"
+            )
         if self.rope is not None:
             self.rope.dim(self.key_dim)
         super().__post_init__()
@@ -61,11 +64,14 @@ class GQA(Layer, kw_only=True):
                 qkv = qkv + self.get_variable("params", "qkv_bias").astype(self.dtype)
             return qkv[:, :, :h], qkv[:, :, h : h + g], qkv[:, :, h + g :]
 
-        def one(name: str, heads: int, axis: str) -> Array:
-            y = jnp.einsum("btd,dhk->bthk", x, param(self, f"{name}_proj", fan_in(d), (d, heads, k), ("embed", axis, "head")).astype(self.dtype))
+        def one(name: str, heads: int, axis: str | None) -> Array:
+            axis = axis if heads > 1 else None  # the one kv head of MQA is held by every device
+            y = linear(
+                x, param(self, f"{name}_proj", fan_in(d), (d, heads, k), ("embed", axis, "head")).astype(self.dtype)
+            )
             if self.qkv_bias:
                 y = y + param(self, f"{name}_bias", Constant(0.0), (heads, k), (axis, "head")).astype(self.dtype)
-            return shard(y, "batch", "length", "act_heads", None)
+            return shard(y, "batch", "length", "act_heads" if heads > 1 else None, None)
 
         return one("q", h, "heads"), one("k", g, "kv_heads"), one("v", g, "kv_heads")
 
@@ -73,7 +79,7 @@ class GQA(Layer, kw_only=True):
     def __call__(
         self, x: Array, ctx: Context, cache: KVCache | None = None, shared: Mapping[str, Array] | None = None
     ) -> tuple[Array, KVCache | None, Mapping[str, Array], Aux]:
-        d, h, g, k = self.d_model, self.num_heads, self.kv_heads, self.key_dim
+        d, h, k = self.d_model, self.num_heads, self.key_dim
         query, key, value = self._project(x)
         if self.qk_norm:
             query = RMSNorm(eps=self.norm_eps, param_dtype=self.param_dtype, name="q_norm")(query)
@@ -84,16 +90,22 @@ class GQA(Layer, kw_only=True):
         scale = k**-0.5 if self.scale is None else self.scale
         if cache is None:
             mask = visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments)
-            out = attend(query, key, value, mask, scale=scale, softcap=self.softcap, causal_blocks=causal_blocks(x.shape[1]))
+            out = attend(
+                query, key, value, mask, scale=scale, softcap=self.softcap, causal_blocks=causal_blocks(x.shape[1])
+            )
         else:
             out, cache = self._cached(query, key, value, ctx, cache, scale)
-        w = param(self, "o_proj", fan_in(h * k, RESIDUAL_SCALE), (h, k, d), ("heads", "head", "embed")).astype(self.dtype)
-        y = jnp.einsum("bthk,hkd->btd", shard(out, "batch", "length", "act_heads", None), w)
+        w = param(self, "o_proj", fan_in(h * k, RESIDUAL_SCALE), (h, k, d), ("heads", "head", "embed")).astype(
+            self.dtype
+        )
+        y = linear(shard(out, "batch", "length", "act_heads", None), w, 2)
         if self.out_bias:
             y = y + param(self, "o_bias", Constant(0.0), (d,), ("norm",)).astype(self.dtype)
         return y, cache, {} if shared is None else shared, {}
 
-    def _cached(self, query: Array, key: Array, value: Array, ctx: Context, cache: KVCache, scale: float) -> tuple[Array, KVCache]:
+    def _cached(
+        self, query: Array, key: Array, value: Array, ctx: Context, cache: KVCache, scale: float
+    ) -> tuple[Array, KVCache]:
         """Write first, then read: the token sees itself. Slots beyond a row's last token hold nothing a mask lets through."""
         b, t, h, k = query.shape
         g = self.kv_heads
@@ -131,7 +143,12 @@ class GQA(Layer, kw_only=True):
         d, h, g, k = self.d_model, self.num_heads, self.kv_heads, self.key_dim
         size = jnp.dtype(dtype).itemsize
         weights = d * (2 * h + 2 * g) * k
-        params = weights + (2 * k if self.qk_norm else 0) + ((h + 2 * g) * k if self.qkv_bias else 0) + (d if self.out_bias else 0)
+        params = (
+            weights
+            + (2 * k if self.qk_norm else 0)
+            + ((h + 2 * g) * k if self.qkv_bias else 0)
+            + (d if self.out_bias else 0)
+        )
         per_token = 2 * g * k * size
         return Cost(
             flops=2 * batch * t * weights + 4 * batch * t * s * h * k,

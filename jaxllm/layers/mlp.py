@@ -11,6 +11,7 @@ from jax import Array
 from jaxllm.errors import UserError
 from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, fan_in, param
 from jaxllm.mesh import shard
+from jaxllm.ops.linear import linear, swiglu
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -50,21 +51,24 @@ class MLP(Layer, kw_only=True):
         d, f = self.d_model, self.width
         act = ACTIVATIONS[self.activation]
 
-        def linear(name: str, x: Array, shape: tuple[int, int], axes: tuple[str, str], scale: float = 1.0) -> Array:
-            y = jnp.einsum("...i,ij->...j", x, param(self, name, fan_in(shape[0], scale), shape, axes).astype(self.dtype))
+        def project(name: str, x: Array, shape: tuple[int, int], axes: tuple[str, str], scale: float = 1.0) -> Array:
+            y = linear(x, param(self, name, fan_in(shape[0], scale), shape, axes).astype(self.dtype))
             if self.bias:
                 y = y + param(self, name.replace("proj", "bias"), Constant(0.0), shape[1:], axes[1:]).astype(self.dtype)
             return y
 
         if self.has_variable("params", "gate_up_proj"):  # made by `prepare`: one matmul reads both
-            gate, up = jnp.split(jnp.einsum("btd,df->btf", x, self.get_variable("params", "gate_up_proj").astype(self.dtype)), 2, axis=-1)
+            gate, up = jnp.split(
+                jnp.einsum("btd,df->btf", x, self.get_variable("params", "gate_up_proj").astype(self.dtype)), 2, axis=-1
+            )
             hidden = act(gate) * up
         elif self.gated:
-            gate = shard(linear("gate_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp")
-            hidden = act(gate) * shard(linear("up_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp")
+            gate = shard(project("gate_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp")
+            up = shard(project("up_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp")
+            hidden = swiglu(gate, up) if self.activation == "silu" else act(gate) * up
         else:
-            hidden = act(shard(linear("up_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp"))
-        return linear("down_proj", hidden, (f, d), ("mlp", "embed"), RESIDUAL_SCALE), {}
+            hidden = act(shard(project("up_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp"))
+        return project("down_proj", hidden, (f, d), ("mlp", "embed"), RESIDUAL_SCALE), {}
 
     @nn.nowrap
     def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxllm.layers.base import Constant, param
+from jaxllm.ops.linear import rms
 
 
 class RMSNorm(nn.Module, kw_only=True):
@@ -25,11 +26,12 @@ class RMSNorm(nn.Module, kw_only=True):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        u = x.astype(jnp.float32)
-        u = u * jax.lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + self.eps)
+        u = rms(x, self.eps)
         if self.weightless:
             return u.astype(x.dtype)
-        w = param(self, "scale", Constant(0.0 if self.zero_centred else 1.0), (x.shape[-1],), ("norm",)).astype(jnp.float32)
+        w = param(self, "scale", Constant(0.0 if self.zero_centred else 1.0), (x.shape[-1],), ("norm",)).astype(
+            jnp.float32
+        )
         if self.zero_centred:
             return (u * (1.0 + w)).astype(x.dtype)
         if self.round_first:

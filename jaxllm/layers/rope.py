@@ -28,7 +28,9 @@ class RoPE:
         """Channels that turn; must be even."""
         dim = int(head_dim * self.partial)
         if dim % 2 or dim == 0:
-            raise UserError(f"rope.partial: {self.partial} of head_dim {head_dim} gives {dim} channels; needs an even number > 0")
+            raise UserError(
+                f"rope.partial: {self.partial} of head_dim {head_dim} gives {dim} channels; needs an even number > 0"
+            )
         return dim
 
     def angles(self, positions: Array, head_dim: int) -> tuple[Array, Array]:

@@ -39,5 +39,6 @@ def saved_for_backward(loss: Callable[..., jax.Array], params: Any, *args: Any) 
         if id(var) in inputs or id(var) in seen or isinstance(var, Literal):
             continue  # a parameter passed through, a residual named twice, or a literal
         seen.add(id(var))
-        total += var.aval.size * jnp.dtype(var.aval.dtype).itemsize
+        aval: Any = var.aval
+        total += aval.size * jnp.dtype(aval.dtype).itemsize
     return total

@@ -8,6 +8,8 @@ visible key (padding) gives exactly 0 and finite gradients, where an additive -i
 Shapes: `q [b t h k]`, `k [b s g k]`, `v [b s g v]`, output `[b t h v]`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -35,50 +37,134 @@ def attention_naive(q: Array, k: Array, v: Array, mask: Array, *, scale: float, 
     return jnp.einsum("bhts,bshv->bthv", weights.astype(v.dtype), v)
 
 
-def _core(q: Array, k: Array, v: Array, mask: Array, scale: float, softcap: float | None) -> Array:
-    """`q [b g r t k]`, `k [b g s k]`, `v [b g s v]`, `mask [b t s]` -> `[b g r t v]`.
+Static = tuple[float, float | None, int]  # scale, softcap, causal blocks
 
-    Heads of a group and their queries form one axis in both products: with two axes XLA transposes k first, which in decoding is a
-    copy of the whole cache. The sum of the weights is divided out after the product with v: t x v divisions instead of t x s.
+
+def _per_head(product: str, a: Array, kv: Array) -> Array:
+    """`product` for each row and kv head: `a [b g . .]` with `kv [b g . .]`, or `[b . .]` where there is one kv head. fp32.
+
+    An axis of size 1 between rows and keys lets XLA choose another layout for a cache and copy it there and back at every token.
+    """
+    left, right, out = product.replace("->", ",").split(",")
+    if kv.ndim == 4:
+        return jnp.einsum(f"bg{left},bg{right}->bg{out}", a, kv, preferred_element_type=jnp.float32)
+    return jnp.einsum(f"b{left},b{right}->b{out}", a[:, 0], kv, preferred_element_type=jnp.float32)[:, None]
+
+
+def _scores(q: Array, k: Array, mask: Array, scale: float, softcap: float | None) -> tuple[Array, Array]:
+    """Masked scores and the capped ones under the mask, fp32 `[b g r t s]`.
+
+    Heads of a group and their queries form one axis of the product: with two axes XLA transposes k first, which in decoding is a
+    copy of the whole cache.
     """
     b, g, r, t, _ = q.shape
-    scores = jnp.einsum("bgnk,bgsk->bgns", q.reshape(b, g, r * t, -1), k, preferred_element_type=jnp.float32) * scale
+    scores = _per_head("nk,sk->ns", q.reshape(b, g, r * t, -1), k) * scale
+    scores = scores.reshape(b, g, r, t, -1)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask[:, None, None], scores.reshape(b, g, r, t, -1), _MASKED)
-    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), 0.1 * _MASKED))
+    return jnp.where(mask[:, None, None], scores, _MASKED), scores
+
+
+def _block(q: Array, k: Array, v: Array, mask: Array, scale: float, softcap: float | None) -> tuple[Array, Array]:
+    """Output `[b g r t v]` and log-sum-exp `[b g r t 1]` of queries `q [b g r t k]` on `k [b g s k]`, `v [b g s v]`, `mask [b t s]`.
+
+    The sum of the weights is divided out after the product with v: t x v divisions instead of t x s.
+    """
+    b, g, r, t, _ = q.shape
+    scores, _ = _scores(q, k, mask, scale, softcap)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), 0.1 * _MASKED)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = jnp.where(total > 0, total, 1.0)
-    weights = weights.astype(v.dtype).reshape(b, g, r * t, -1)
-    out = jnp.einsum("bgns,bgsv->bgnv", weights, v, preferred_element_type=jnp.float32)
-    return (out.reshape(b, g, r, t, -1) / total).astype(v.dtype)
+    out = _per_head("ns,sv->nv", weights.astype(v.dtype).reshape(b, g, r * t, -1), v)
+    return (out.reshape(b, g, r, t, -1) / total).astype(v.dtype), top + jnp.log(total)
 
 
-def attend(q: Array, k: Array, v: Array, mask: Array, *, scale: float, softcap: float | None = None, causal_blocks: int = 1) -> Array:
+def _cuts(q: Array, k: Array, blocks: int) -> list[tuple[slice, slice]]:
+    """(queries, keys) of each causal block."""
+    t = q.shape[3]
+    if blocks <= 1 or t % blocks or k.shape[2] != t:
+        return [(slice(0, t), slice(0, k.shape[2]))]
+    c = t // blocks
+    return [(slice(j * c, (j + 1) * c), slice(0, (j + 1) * c)) for j in range(blocks)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, mask: Array, static: Static) -> Array:
+    return _forward(q, k, v, mask, static)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, mask: Array, static: Static) -> tuple[Array, tuple[Array, ...]]:
+    scale, softcap, blocks = static
+    parts = [
+        _block(q[:, :, :, rows], k[:, :, keys], v[:, :, keys], mask[:, rows, keys], scale, softcap)
+        for rows, keys in _cuts(q, k, blocks)
+    ]
+    out, norm = (jnp.concatenate(piece, axis=3) if len(parts) > 1 else piece[0] for piece in zip(*parts, strict=True))
+    return out, (q, k, v, mask, out, norm)
+
+
+def _backward(static: Static, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+    """Weights are made again from the scores and their log-sum-exp (FlashAttention, Dao et al. 2022, arXiv 2205.14135, section 3.1):
+
+    p = exp(s - lse);  dv = p^T do;  ds = p (do v^T - sum(do o));  dq = ds k;  dk = ds^T q
+    """
+    scale, softcap, blocks = static
+    q, k, v, mask, out, norm = saved
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for rows, keys in _cuts(q, k, blocks):
+        part = q[:, :, :, rows]
+        b, g, r, c, _ = part.shape
+        flat = lambda x: x.reshape(b, g, r * c, -1)  # noqa: B023, E731 - used within the iteration
+        scores, capped = _scores(part, k[:, :, keys], mask[:, rows, keys], scale, softcap)
+        weights = jnp.exp(scores - norm[:, :, :, rows])
+        d_part = flat(d_out[:, :, :, rows])
+        d_weights = jnp.einsum("bgnv,bgsv->bgns", d_part, v[:, :, keys], preferred_element_type=jnp.float32).reshape(
+            weights.shape
+        )
+        d_scores = weights * (d_weights - delta[:, :, :, rows])
+        if softcap is not None:
+            d_scores = d_scores * (1 - jnp.square(capped / softcap))
+        d_scores = flat((d_scores * scale).astype(q.dtype))
+        d_q.append(
+            jnp.einsum("bgns,bgsk->bgnk", d_scores, k[:, :, keys], preferred_element_type=jnp.float32).reshape(
+                part.shape
+            )
+        )
+        d_k = d_k.at[:, :, keys].add(
+            jnp.einsum("bgns,bgnk->bgsk", d_scores, flat(part), preferred_element_type=jnp.float32)
+        )
+        d_v = d_v.at[:, :, keys].add(
+            jnp.einsum("bgns,bgnv->bgsv", flat(weights).astype(v.dtype), d_part, preferred_element_type=jnp.float32)
+        )
+    return jnp.concatenate(d_q, axis=3).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def attend(
+    q: Array, k: Array, v: Array, mask: Array, *, scale: float, softcap: float | None = None, causal_blocks: int = 1
+) -> Array:
     """Fast path. `causal_blocks` = n > 1 promises that row i sees no key beyond index i (whole sequences): queries are then cut
     into n blocks and block j meets only the first (j + 1)/n of the keys, which leaves (n + 1)/(2n) of the arithmetic.
+
+    The backward keeps q, k, v, the output and one number a query, never the weights.
     """
     b, t, h, _ = q.shape
     g = k.shape[2]
     q = q.reshape(b, t, g, h // g, -1).transpose(0, 2, 3, 1, 4)
-    out = attend_cache(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask, scale=scale, softcap=softcap, causal_blocks=causal_blocks)
+    out = _attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask, (scale, softcap, causal_blocks))
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
 
 
-def attend_cache(
-    q: Array, k: Array, v: Array, mask: Array, *, scale: float, softcap: float | None = None, causal_blocks: int = 1
-) -> Array:
-    """`attend` on arrays that already lie as the cache does: `q [b g r t k]`, `k [b g s k]`, `v [b g s v]` -> `[b g r t v]`."""
-    t = q.shape[3]
-    if causal_blocks <= 1 or t % causal_blocks or k.shape[2] != t:
-        return _core(q, k, v, mask, scale, softcap)
-    c = t // causal_blocks
-    parts = []
-    for j in range(causal_blocks):
-        end = (j + 1) * c
-        parts.append(_core(q[:, :, :, j * c : end], k[:, :, :end], v[:, :, :end], mask[:, j * c : end, :end], scale, softcap))
-    return jnp.concatenate(parts, axis=3)
+def attend_cache(q: Array, k: Array, v: Array, mask: Array, *, scale: float, softcap: float | None = None) -> Array:
+    """`attend` on keys and values as a cache holds them: `[b g s k]` and `[b g s v]`, without g where it is 1.
+
+    `q [b g r t k]` -> `[b g r t v]`.
+    """
+    return _block(q, k, v, mask, scale, softcap)[0]
 
 
 def causal_blocks(t: int, *, smallest: int = 64, most: int = 8) -> int:

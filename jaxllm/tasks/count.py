@@ -20,6 +20,7 @@ from jaxllm.mesh import abstract_mesh, param_shardings
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, is_declared, path_name
 from jaxllm.tasks import TaskIO
+from jaxllm.training.losses import backbone
 from jaxllm.training.objectives import Forward, total_loss
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.state import abstract_state
@@ -92,7 +93,9 @@ def vocabulary(cfg: Config) -> dict[str, int]:
         tokenizer = cfg.build("data").tokenizer
         size = getattr(tokenizer, "vocab_size", None)
     if not size:
-        raise UserError("model.vocab_size: null, and the tokenizer's size is not known before it is made; give model.vocab_size=N")
+        raise UserError(
+            "model.vocab_size: null, and the tokenizer's size is not known before it is made; give model.vocab_size=N"
+        )
     return {"vocab_size": int(size)}
 
 
@@ -112,7 +115,9 @@ def training_memory(
     place = cfg.section("mesh")
     state = abstract_state(model, cfg.build("optim"), declared=declared)
     shardings = param_shardings(declared, mesh, place.rules)
-    by_shape = {(s.shape, s.dtype): sh for s, sh in zip(jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)}
+    by_shape = {
+        (s.shape, s.dtype): sh for s, sh in zip(jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
+    }
 
     def placed(tree: Any) -> Any:
         """Optimiser leaves mirror a parameter of their shape and live where it lives."""
@@ -143,8 +148,7 @@ def activation_bytes(cfg: Config, model: LanguageModel, params: Any, rows: int, 
 
     def loss(params: Any, batch: Any) -> jax.Array:
         ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"], train=True)
-        rngs = {"dropout": jax.random.key(0)}
-        out = model.apply({"params": params}, ctx, method="backbone", rngs=rngs)[1]
+        out = backbone(model, params, ctx, {"dropout": jax.random.key(0)})
         counts = {name: o.count(batch) for name, o in objectives.items()} | {"valid": jnp.sum(batch["weights"])}
         weights = {name: jnp.float32(1.0) for name in objectives}
         return total_loss(objectives, Forward(model, params, batch, ctx, out, 1, jax.random.key(0)), counts, weights)[0]
@@ -156,16 +160,34 @@ def table(declared: Any, mesh: Any, rules: Any) -> list[str]:
     """One line a parameter: path, shape, elements, logical axes, how it is split, bytes a device."""
     rows = [("parameter", "shape", "elements", "axes", "split over", "bytes/device")]
     shardings = jax.tree.leaves(param_shardings(declared, mesh, rules))
-    for (path, box), sharding in zip(jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_declared), shardings, strict=True):
+    for (path, box), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_declared), shardings, strict=True
+    ):
         leaf = jax.ShapeDtypeStruct(box.value.shape, box.value.dtype, sharding=sharding)
-        split = " ".join("-" if part is None else "*".join(part) if isinstance(part, tuple) else str(part) for part in sharding.spec)
+        split = " ".join(
+            "-" if part is None else "*".join(part) if isinstance(part, tuple) else str(part) for part in sharding.spec
+        )
         name = path_name(path) + ("" if box.trainable else " (not trained)")
-        rows.append((name, "x".join(map(str, leaf.shape)), f"{leaf.size:,}", " ".join(str(a or "-") for a in box.names), split, f"{shard_bytes(leaf):,}"))
+        rows.append(
+            (
+                name,
+                "x".join(map(str, leaf.shape)),
+                f"{leaf.size:,}",
+                " ".join(str(a or "-") for a in box.names),
+                split,
+                f"{shard_bytes(leaf):,}",
+            )
+        )
     total = [box.value for box in jax.tree.leaves(declared, is_leaf=is_declared)]
     rows.append(("total", "", f"{sum(v.size for v in total):,}", "", "", f"{tree_bytes(total):,} in all"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     right = (2, 5)
-    return ["  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    return [
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def summary(result: dict[str, Any]) -> list[str]:
@@ -177,6 +199,6 @@ def summary(result: dict[str, Any]) -> list[str]:
         f"{result['phase']:<15} {result['flops_per_token'] / 1e6:,.2f} MFLOP a token at context {result['context']:,}",
         f"cache           {result['cache_bytes_per_token']:,.0f} bytes a token and row + {result['cache_bytes_constant']:,.0f};"
         f" {result['cache_bytes_total'] / 2**20:,.1f} MiB for {result['batch']} x {result['context']:,} in {result['dtype']}",
-        f"training        {result['train_bytes'] / 2**20:,.1f} MiB a device with {result['train_rows']} x {result['train_seq_len']} tokens a"
+        f"training        {result['train_bytes'] / 2**20:,.1f} MiB a device, {result['train_rows']} x {result['train_seq_len']} tokens"
         f" micro-batch: {parts} (MiB)",
     ]

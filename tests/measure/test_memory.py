@@ -21,7 +21,9 @@ def test_depth_adds_and_remat_does_not():
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     body = lambda x, w: (jnp.sin(x @ w), None)  # noqa: E731
     keep = saved_for_backward(lambda w, x: jnp.sum(jax.lax.scan(body, x, w)[0]), w, x)
-    remat = saved_for_backward(lambda w, x: jnp.sum(jax.lax.scan(jax.checkpoint(body, prevent_cse=False), x, w)[0]), w, x)
+    remat = saved_for_backward(
+        lambda w, x: jnp.sum(jax.lax.scan(jax.checkpoint(body, prevent_cse=False), x, w)[0]), w, x
+    )
     assert remat == 6 * 4 * 8 * 4  # the inputs of the six steps
     assert keep > remat
 

@@ -14,7 +14,9 @@ def inputs(t=32, b=2, h=4, g=2, k=8, v=6, dtype=jnp.float32):
 
 
 def packed_mask(t=32):
-    segments = jnp.stack([jnp.ones(t, jnp.int32), jnp.concatenate([jnp.full(9, 1), jnp.full(t - 14, 2), jnp.zeros(5, jnp.int32)])])
+    segments = jnp.stack(
+        [jnp.ones(t, jnp.int32), jnp.concatenate([jnp.full(9, 1), jnp.full(t - 14, 2), jnp.zeros(5, jnp.int32)])]
+    )
     ctx = Context.whole(jnp.zeros((2, t), jnp.int32), segments)
     return visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments), segments
 

@@ -1,8 +1,6 @@
 """`task=count` says what is really allocated, without allocating it."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxllm.cache import cache_bytes
@@ -56,13 +54,19 @@ def test_flops_by_phase():
     _, prefill = run("count.context=64", "count.phase=prefill")
     _, train = run("count.context=64", "count.phase=train")
     assert train["flops_per_token"] == pytest.approx(3 * prefill["flops_per_token"])
-    assert decode["flops_per_token"] - prefill["flops_per_token"] == pytest.approx(2 * 4 * 64 * (64 - 32.5))  # 2 layers x 4 d (s - mean s)
+    assert decode["flops_per_token"] - prefill["flops_per_token"] == pytest.approx(
+        2 * 4 * 64 * (64 - 32.5)
+    )  # 2 layers x 4 d (s - mean s)
 
 
 def test_remat_and_accumulation_lower_the_activations():
     keep = run("count.phase=train", "model.layers=6* global/dense")[1]["train_bytes_parts"]["activations"]
-    remat = run("count.phase=train", "model.layers=6* global/dense", "model.remat=full")[1]["train_bytes_parts"]["activations"]
-    half = run("count.phase=train", "model.layers=6* global/dense", "train.accumulate=2")[1]["train_bytes_parts"]["activations"]
+    remat = run("count.phase=train", "model.layers=6* global/dense", "model.remat=full")[1]["train_bytes_parts"][
+        "activations"
+    ]
+    half = run("count.phase=train", "model.layers=6* global/dense", "train.accumulate=2")[1]["train_bytes_parts"][
+        "activations"
+    ]
     assert remat < keep / 3
     assert half == pytest.approx(keep / 2, rel=0.02)
 
@@ -78,7 +82,12 @@ def test_the_table_names_every_parameter():
 
 def test_a_large_model_costs_nothing_to_count():
     before = len(jax.live_arrays())
-    wide = ["model.d_model=8192", "model.layers=80* global/dense", "model.mixers.global.num_heads=64", "model.vocab_size=128000"]
+    wide = [
+        "model.d_model=8192",
+        "model.layers=80* global/dense",
+        "model.mixers.global.num_heads=64",
+        "model.vocab_size=128000",
+    ]
     _, result = run(*wide)
     assert result["params_total"] > 50e9  # 200 GB of parameters: allocating them would not pass unnoticed here
     assert len(jax.live_arrays()) <= before + 8

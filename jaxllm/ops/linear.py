@@ -1,0 +1,92 @@
+"""Matrix products with weights, the gated activation, the norm: the arithmetic of dense layers, with backward passes of their own.
+
+Why not leave them to autodiff: for `y = x w` JAX writes the weight's gradient as `(dy^T x)^T`, so XLA transposes dy, the wider operand
+in an up-projection, together with the whole elementwise chain that makes it; and gate, sigmoid and product are all kept for the
+backward. Written out, `dw = x^T dy` transposes x once for all projections of the same x, and only gate and up are kept.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def linear_naive(x: Array, w: Array, inputs: int = 1) -> Array:
+    """The truth: contract the last `inputs` axes of x with the first ones of w."""
+    return jnp.tensordot(x, w, axes=inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(x: Array, w: Array, inputs: int = 1) -> Array:
+    """`y[.., o] = sum_i x[.., i] w[i, o]` with i the last `inputs` axes of x: `[b t d] x [d h k] -> [b t h k]`.
+
+    dx = dy w^T and dw = x^T dy, accumulated in fp32 and returned in the dtypes of x and w.
+    """
+    return linear_naive(x, w, inputs)
+
+
+def _linear_forward(x: Array, w: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
+    return linear_naive(x, w, inputs), (x, w)
+
+
+def _linear_backward(inputs: int, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = saved
+    batch = x.ndim - inputs
+    out = tuple(range(batch, dy.ndim))
+    dx = lax.dot_general(dy, w, ((out, tuple(range(inputs, w.ndim))), ((), ())), preferred_element_type=jnp.float32)
+    rows = tuple(range(batch))
+    dw = lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+linear.defvjp(_linear_forward, _linear_backward)
+
+
+def swiglu_naive(gate: Array, up: Array) -> Array:
+    """The truth: `silu(gate) * up`."""
+    return jax.nn.silu(gate) * up
+
+
+@jax.custom_vjp
+def swiglu(gate: Array, up: Array) -> Array:
+    """`silu(gate) * up`, keeping gate and up alone for the backward; the sigmoid is cheaper made again than stored."""
+    return swiglu_naive(gate, up)
+
+
+def _swiglu_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    gate, up = saved
+    s = jax.nn.sigmoid(gate)
+    silu = gate * s
+    return dy * up * (s + silu * (1 - s)), dy * silu
+
+
+swiglu.defvjp(lambda gate, up: (swiglu_naive(gate, up), (gate, up)), _swiglu_backward)
+
+
+def rms_naive(x: Array, eps: float) -> Array:
+    """The truth: `x / sqrt(mean(x^2) + eps)` over the last axis, fp32."""
+    u = x.astype(jnp.float32)
+    return u * lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def rms(x: Array, eps: float) -> Array:
+    """`rms_naive`, keeping x and one number a row: with `r = 1/sqrt(mean(x^2) + eps)` and `u = x r`, `dx = r (du - u mean(u du))`."""
+    return rms_naive(x, eps)
+
+
+def _rms_forward(x: Array, eps: float) -> tuple[Array, tuple[Array, Array]]:
+    u = x.astype(jnp.float32)
+    r = lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + eps)
+    return u * r, (x, r)
+
+
+def _rms_backward(eps: float, saved: tuple[Array, Array], du: Array) -> tuple[Array]:
+    del eps
+    x, r = saved
+    u = x.astype(jnp.float32) * r
+    return ((r * (du - u * jnp.mean(u * du, axis=-1, keepdims=True))).astype(x.dtype),)
+
+
+rms.defvjp(_rms_forward, _rms_backward)

@@ -3,6 +3,8 @@
 
 .DEFAULT_GOAL := help
 VENV ?= .venv
+# Two processes, whole files to each: the suite is bound by compiling, which takes one core.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 PY = $(VENV)/bin/python
 # The quick part of the suite, for the oldest Python (and with it the oldest JAX) that is supported.
 VENV_311 = .cache/venv-311

@@ -17,7 +17,9 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_SILENT"] = "true"
 os.environ["XDG_CACHE_HOME"] = HOME
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "compiled"))
-os.environ.pop("XLA_FLAGS", None)  # a device count in there would clash with ours
+# Tests compile a thousand tiny programs and run each for a moment: LLVM's optimiser only costs. What tests read of a compiled
+# program (its HLO, its buffers) is settled before that. A device count in the user's XLA_FLAGS would clash with ours.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 for name in ("WANDB_API_KEY", "HYDRA_FULL_ERROR"):
     os.environ.pop(name, None)
 

@@ -175,7 +175,10 @@ class NoTracker:
         self, run_dir: str | Path, config: Mapping[str, Any] | None = None, resume_id: str | None = None,
         log: Log | None = None,
     ) -> Tee:  # fmt: skip
-        return Tee(_local(run_dir), log or _stderr, self.histograms)
+        members = _local(run_dir)
+        for member in members:
+            (log or _stderr)(f"tracking: {member.describe()}")
+        return Tee(members, log or _stderr, self.histograms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +210,8 @@ class Wandb:
         mode, reason = choose_mode(self.mode)
         if members and mode != "disabled":
             identity = resume_id if resume_id and is_id(resume_id) else new_id()
+            words = describe_wandb(mode, reason, run_dir, self.project, identity)
+            log(f"tracking: {words}")  # before the thread below exists: nothing has left the machine yet
             members.append(
                 Background(
                     lambda: WandbTracker(
@@ -214,7 +219,7 @@ class Wandb:
                         group=self.group, tags=tuple(self.tags), resume=identity == resume_id,
                     ),
                     identity,
-                    describe_wandb(mode, reason, run_dir, self.project, identity),
+                    words,
                     log,
                 )
             )  # fmt: skip

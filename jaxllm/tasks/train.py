@@ -70,7 +70,6 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         log=io.log,
     )
     try:
-        io.log(f"tracking: {tracker.describe()}")
         io.log(
             f"model: {model.num_layers} layers, {counts['params_total']:,} parameters,"
             f" {counts['params_trained']:,} of them trained"

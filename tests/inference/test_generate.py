@@ -135,7 +135,8 @@ def test_every_row_of_a_batch_is_as_if_alone(cache):
     for prompt, params, row in zip(prompts, sampling, together, strict=True):
         alone, _ = generator.generate(weights, [prompt], max_new_tokens=8, sampling=params)
         assert row.tokens == alone[0].tokens
-        np.testing.assert_allclose(row.logprobs, alone[0].logprobs, atol=1e-5)
+        # 1e-5 for weights as drawn; `loud` doubles the final norm and the head, so the logits' rounding errors are four times as large.
+        np.testing.assert_allclose(row.logprobs, alone[0].logprobs, rtol=0, atol=4e-5)
 
 
 def test_draws_do_not_depend_on_how_the_prompt_is_cut():

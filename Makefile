@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 PY = $(VENV)/bin/python
 # The quick part of the suite, for the oldest Python (and with it the oldest JAX) that is supported.
 VENV_311 = .cache/venv-311
-TESTS_311 = tests/test_config.py tests/test_run.py tests/test_nodes.py tests/ops tests/layers
+TESTS_311 = tests/test_config.py tests/test_nodes.py tests/test_pattern.py tests/test_cache.py tests/test_mesh.py tests/ops tests/layers tests/tasks/test_count.py
 
 .PHONY: help
 help:

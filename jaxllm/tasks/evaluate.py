@@ -44,7 +44,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     corpus = dataclasses.replace(text, **changes).prepare(io.log, cfg.original_cwd)
     store = corpus.val if changes.get("val_every", text.val_every) else corpus.train
     loader = Loader(
-        store, settings.batch_size, settings.seq_len, shuffle=False, host=jax.process_index(), hosts=jax.process_count()
+        store, settings.batch_size, settings.seq_len, seed=0, host=jax.process_index(), hosts=jax.process_count()
     )
     params = jax.device_put(source.params, param_shardings(declare(source.model), mesh, place.rules))
     evaluator = Evaluator(

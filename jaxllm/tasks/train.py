@@ -158,7 +158,8 @@ class _Opener:
         loader = Loader(corpus.train, stage.batch_size, stage.seq_len, self.seed + 7919 * stage.index, **hosts)
         if len(corpus.val) == 0:
             return Data(loader)
-        held_out = Loader(corpus.val, stage.batch_size // stage.accumulate, stage.seq_len, shuffle=False, **hosts)
+        # In one fixed shuffled order: a pass that is cut short (eval_batches) then reads from all documents, not the first ones.
+        held_out = Loader(corpus.val, stage.batch_size // stage.accumulate, stage.seq_len, seed=0, **hosts)
         return Data(loader, held_out.epoch, corpus.tokenizer.token_bytes())
 
 

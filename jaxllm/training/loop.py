@@ -96,7 +96,7 @@ class InFlight(NamedTuple):
 
 
 class Loop:
-    """One run. `data(stage)` opens a stage's data; `tokens` is what earlier sessions of the run have seen."""
+    """One run. `data(stage)` opens a stage's data; `tokens` is what the run saw before a restart."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The model: embedding, groups of scanned periods, final norm and head. Everything else is a layer's own business.
 
     x = E[tokens];   for each layer:  x <- write(x, mixer(norm(read(x))));  x <- write(x, ffn(norm(read(x))))
-    logits = softcap(norm(x) W),   W = E^T when tied
+    logits = softcap(scale norm(x) W),   W = E^T when tied
 
 Two layouts of one tree of parameters. *Stacked* (training, checkpoints): `g<i>/b<j>/...` with the repeats of group i on axis 0, run
 by `nn.scan` so that compile time does not grow with depth. *Unstacked* (decoding): `g<i>_<n>/b<j>/...`, one entry a repeat, because a scan
@@ -56,12 +56,17 @@ def _merge(into: Aux, more: Aux) -> Aux:
 
 
 class Block(nn.Module, kw_only=True):
-    """One layer: a mixer and an ffn, each behind a norm, each read from and written to the residual scheme."""
+    """One layer: a mixer and an ffn, each read from and written to the residual scheme.
+
+    Norms stand before each of the two (`pre_norms`), after each (`post_norms`, on what is written to the stream), or both.
+    """
 
     mixer: Callable[..., nn.Module]
     ffn: Callable[..., nn.Module]
     residual: Callable[..., Residual]
     norm: Callable[..., nn.Module]
+    pre_norms: bool = True
+    post_norms: bool = False
     dropout: float = 0.0
 
     @nn.compact
@@ -69,15 +74,17 @@ class Block(nn.Module, kw_only=True):
         self, R: Any, ctx: Context, cache: Any, shared: Mapping[str, Array]
     ) -> tuple[Any, Any, Mapping[str, Array], Aux]:
         drop = nn.Dropout(self.dropout, deterministic=not ctx.train) if self.dropout else lambda y: y
+        before = lambda x, name: self.norm(name=name)(x) if self.pre_norms else x  # noqa: E731
+        after = lambda y, name: drop(self.norm(name=name)(y) if self.post_norms else y)  # noqa: E731
         site = self.residual(site="mixer", name="residual_mixer")
         with jax.named_scope("mixer"):
-            x = self.norm(name="norm_mixer")(site.read(R))
+            x = before(site.read(R), "norm_mixer")
             y, cache, shared, aux_mixer = self.mixer(name="mixer")(x, ctx, cache, shared)
-        R = site.write(R, drop(y))
+            R = site.write(R, after(y, "norm_mixer_out"))
         site = self.residual(site="ffn", name="residual_ffn")
         with jax.named_scope("ffn"):
-            y, aux_ffn = self.ffn(name="ffn")(self.norm(name="norm_ffn")(site.read(R)), ctx)
-        R = site.write(R, drop(y))
+            y, aux_ffn = self.ffn(name="ffn")(before(site.read(R), "norm_ffn"), ctx)
+            R = site.write(R, after(y, "norm_ffn_out"))
         return R, cache, shared, _merge(_named(aux_mixer, "mixer"), _named(aux_ffn, "ffn"))
 
 
@@ -112,7 +119,10 @@ class LanguageModel(nn.Module, kw_only=True):
     vocab_size: real token ids; the table is padded to a multiple of `vocab_multiple`, and padded ids can neither win nor count.
     layers: see `jaxllm.pattern`. remat: what the backward recomputes, one of `REMAT`. scan: stacked layout (see the module).
     dtype: of the computation; null = float32 on CPU (bf16 matmuls are slower there), bfloat16 elsewhere. param_dtype: of the master copy.
-    embed_scale: the embedding is multiplied by it (Gemma: sqrt(d_model)). max_seq_len: the longest sequence allowed; null = no limit.
+    embed_scale: the embedding is multiplied by it (Gemma: sqrt(d_model)). learned_positions: rows of a table that is added to it
+    (GPT-2), and with it the longest sequence. embed_norm: a norm right after the embedding (nanochat). pre_norms, post_norms: see
+    `Block` (Gemma 2: both; OLMo 2: only post). logit_scale: factor on the logits before the softcap (Granite: 1 / logits_scaling).
+    max_seq_len: the longest sequence allowed; null = `learned_positions`, or no limit.
     """
 
     vocab_size: int
@@ -125,6 +135,11 @@ class LanguageModel(nn.Module, kw_only=True):
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     embed_scale: float | None = None
+    embed_norm: bool = False
+    learned_positions: int | None = None
+    pre_norms: bool = True
+    post_norms: bool = False
+    logit_scale: float | None = None
     logit_softcap: float | None = None
     vocab_multiple: int = 1
     max_seq_len: int | None = None
@@ -144,6 +159,14 @@ class LanguageModel(nn.Module, kw_only=True):
                 f"model: vocab_size={self.vocab_size}, d_model={self.d_model}, vocab_multiple={self.vocab_multiple} must be >= 1 and"
                 f" dropout={self.dropout} in [0, 1)"
             )
+        if self.learned_positions is not None:
+            if self.max_seq_len is None:
+                self.max_seq_len = self.learned_positions
+            if not 1 <= self.max_seq_len <= self.learned_positions:
+                raise UserError(
+                    f"model.max_seq_len: {self.max_seq_len} needs as many learned positions, there are"
+                    f" learned_positions={self.learned_positions}"
+                )
         for key in ("dtype", "param_dtype", "logits_dtype"):
             if getattr(self, key) not in (None, "float32", "bfloat16", "float16", "float64"):
                 raise UserError(f"model.{key}: {getattr(self, key)!r} is not float32, bfloat16, float16 or float64")
@@ -220,6 +243,8 @@ class LanguageModel(nn.Module, kw_only=True):
                 ffn=lambda **kw: self.ffn(ffn_role, **kw),
                 residual=self._residual,
                 norm=self._norm,
+                pre_norms=self.pre_norms,
+                post_norms=self.post_norms,
                 dropout=self.dropout,
                 **kwargs,
             )
@@ -229,14 +254,15 @@ class LanguageModel(nn.Module, kw_only=True):
     # ---- the forward pass ----------------------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        d, v = self.d_model, self.padded_vocab
-        self.embed = param(
-            self, "embed", Normal(d**-0.5), (v, d), ("vocab", "embed"), dtype=jnp.dtype(self.param_dtype)
-        )
+        d, v, dtype = self.d_model, self.padded_vocab, jnp.dtype(self.param_dtype)
+        self.embed = param(self, "embed", Normal(d**-0.5), (v, d), ("vocab", "embed"), dtype=dtype)
         if not self.tie_embeddings:
-            self.lm_head = param(
-                self, "lm_head", Normal(d**-0.5), (d, v), ("embed", "vocab"), dtype=jnp.dtype(self.param_dtype)
-            )
+            self.lm_head = param(self, "lm_head", Normal(d**-0.5), (d, v), ("embed", "vocab"), dtype=dtype)
+        if self.learned_positions is not None:  # smaller than the embedding, as in GPT-2: positions only nudge a token
+            table = (self.learned_positions, d)
+            self.positions = param(self, "positions", Normal(0.5 * d**-0.5), table, (None, "embed"), dtype=dtype)
+        if self.embed_norm:
+            self.norm_embed = self._norm(name="norm_embed")
         self.final_norm = self._norm(name="final_norm")
         self.residual_out = self._residual(site="out", name="residual_out")
         policy = REMAT[self.remat]
@@ -268,6 +294,15 @@ class LanguageModel(nn.Module, kw_only=True):
             spec.update(self.mixer(role).shared_spec(b, t, ctx.train, self.compute_dtype))
         return {name: jnp.zeros(s.shape, s.dtype) for name, s in spec.items()}
 
+    def _embed(self, ctx: Context) -> Array:
+        """`[b t d]`, what the stream starts with."""
+        x = jnp.take(self.embed, ctx.tokens, axis=0, mode="clip").astype(self.compute_dtype)
+        if self.embed_scale is not None:
+            x = x * jnp.asarray(self.embed_scale, x.dtype)
+        if self.learned_positions is not None:
+            x = x + jnp.take(self.positions, ctx.positions, axis=0, mode="clip").astype(x.dtype)
+        return self.norm_embed(x) if self.embed_norm else x
+
     def backbone(self, ctx: Context, cache: Any = None) -> tuple[Any, Out]:
         """Everything but the head."""
         if cache is not None and self.scan:
@@ -276,9 +311,7 @@ class LanguageModel(nn.Module, kw_only=True):
             raise UserError(
                 f"model.max_seq_len: a sequence of {ctx.tokens.shape[1]} is longer than {self.max_seq_len}; shorten it or raise the limit"
             )
-        x = jnp.take(self.embed, ctx.tokens, axis=0, mode="clip").astype(self.compute_dtype)
-        if self.embed_scale is not None:
-            x = x * jnp.asarray(self.embed_scale, x.dtype)
+        x = self._embed(ctx)
         R = self.residual_out.start(shard(x, "batch", "length", "act_embed"))
         shared: Mapping[str, Array] = self._shared_start(ctx)
         aux: Aux = {}
@@ -314,6 +347,8 @@ class LanguageModel(nn.Module, kw_only=True):
         """Logits `[.., padded_vocab]`; ids past `vocab_size` get a value no sampler picks and no softmax counts."""
         w = (self.embed.T if self.tie_embeddings else self.lm_head).astype(self.compute_dtype)
         logits = jnp.einsum("...d,dv->...v", hidden, w, preferred_element_type=jnp.float32)
+        if self.logit_scale is not None:
+            logits = logits * self.logit_scale
         if self.logit_softcap is not None:
             logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
         if self.padded_vocab != self.vocab_size:
@@ -328,8 +363,9 @@ class LanguageModel(nn.Module, kw_only=True):
 
     @nn.nowrap
     def head_weight(self, params: Mapping[str, Any]) -> Array:
-        """The matrix `[d, padded_vocab]` of the head, for a loss that never holds all logits."""
-        return params["embed"].T if self.tie_embeddings else params["lm_head"]
+        """The matrix `[d, padded_vocab]` of the head times `logit_scale`, for a loss that never holds all logits."""
+        w = params["embed"].T if self.tie_embeddings else params["lm_head"]
+        return w if self.logit_scale is None else w * jnp.asarray(self.logit_scale, w.dtype)
 
     @nn.nowrap
     def init_cache(
@@ -368,7 +404,7 @@ class LanguageModel(nn.Module, kw_only=True):
         size = jnp.dtype(dtype).itemsize
         total = Cost(
             flops=2 * batch * t * d * v,
-            params=d * v * (1 if self.tie_embeddings else 2),
+            params=d * v * (1 if self.tie_embeddings else 2) + d * (self.learned_positions or 0),
             params_active=d * v,
             activation_bytes=batch * t * d * size,
         )

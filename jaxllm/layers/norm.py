@@ -1,6 +1,6 @@
 """Normalisation layers. Statistics are fp32 whatever the input; the output has the input's dtype."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,8 @@ class RMSNorm(nn.Module, kw_only=True):
     Variants, as checkpoints need them: `zero_centred` multiplies by (1 + w) with w starting at 0 (Gemma); `weightless` has no w;
     `round_first` rounds to the input's dtype before the weight (Llama, Qwen, DeepSeek), else after it (gpt-oss).
     """
+
+    supplied: ClassVar[tuple[str, ...]] = ("eps",)  # by the model: its `norm_eps`
 
     eps: float = 1e-6
     zero_centred: bool = False
@@ -41,6 +43,8 @@ class RMSNorm(nn.Module, kw_only=True):
 
 class LayerNorm(nn.Module, kw_only=True):
     """`y = (x - mean) / sqrt(var + eps) * w + b` (Ba et al. 2016, arXiv 1607.06450), over the last axis; `bias=False` drops b."""
+
+    supplied: ClassVar[tuple[str, ...]] = ("eps",)
 
     eps: float = 1e-5
     bias: bool = True

@@ -19,9 +19,13 @@ from jaxllm.mesh import shard
 
 
 class Residual(nn.Module, kw_only=True):
-    """The plain scheme, and the base of all others: `x <- x + y`. R is `x [b t d]` itself."""
+    """The plain scheme, and the base of all others: `x <- x + scale y`. R is `x [b t d]` itself.
+
+    scale: Granite's residual multiplier; 1 is the ordinary residual network.
+    """
 
     site: str
+    scale: float = 1.0
     d_model: int
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
@@ -35,6 +39,8 @@ class Residual(nn.Module, kw_only=True):
 
     def write(self, R: Any, y: Array) -> Any:
         # Without this constraint the partitioner re-decides the stream's layout at each layer: three times the all-reduces.
+        if self.scale != 1.0:
+            y = y * jnp.asarray(self.scale, y.dtype)
         return shard(R + y, "batch", "length", "act_embed")
 
     def finish(self, R: Any) -> Array:

@@ -1,40 +1,67 @@
-"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245); MHA and MQA are its two ends."""
+"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) and its family; MHA and MQA are its two ends."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxllm.cache import KVCache, write
 from jaxllm.errors import UserError
-from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, fan_in, param
+from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, Normal, fan_in, param
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RoPE
 from jaxllm.mesh import shard
-from jaxllm.ops.attention import attend, attend_cache, causal_blocks, visible
+from jaxllm.ops.attention import attend, attend_cache, causal_blocks
 from jaxllm.ops.linear import linear
+from jaxllm.ops.mask import Mask, visible
+
+QK_NORM_WEIGHTS = ("plain", "zero_centred", "none")
 
 
 class GQA(Layer, kw_only=True):
-    """`q_h = x Wq_h, k_g = x Wk_g, v_g = x Wv_g; o_h = softmax(q_h k_g^T / sqrt(k)) v_g; y = concat_h(o_h) Wo`.
+    """`q_h = x Wq_h, k_g = x Wk_g, v_g = x Wv_g; o_h = softmax(scale q_h k_g^T + mask) v_g; y = concat_h(o_h) Wo`.
 
-    num_kv_heads: null = num_heads (MHA), 1 = MQA; must divide num_heads. head_dim: null = d_model / num_heads.
-    qk_norm: RMSNorm over each head of q and k before RoPE (Qwen3). qkv_bias, out_bias: biases (Qwen2, GPT-2).
-    softcap: `s <- c tanh(s / c)` on scaled scores before the mask (Gemma 2). scale: null = head_dim^-0.5. rope: null = NoPE.
-    Cache: keys and values, `2 g k` elements a token.
+    num_kv_heads: null = num_heads (MHA), 1 = MQA; must divide num_heads. head_dim: null = d_model / num_heads. value_dim: null =
+    head_dim (MiMo: 192 and 128). rope: null = NoPE. qkv_bias, out_bias: biases (Qwen2, GPT-2).
+
+    What is seen, by position in the document (`jaxllm.ops.mask`): window, W keys including self; chunk, blocks of C; dilation, every
+    so many-th key; global_tokens, a prefix that every later token sees.
+
+    Scores: scale, null = head_dim^-0.5; or query_pre_attn_scalar^-0.5 (Gemma 2). softcap: `s <- c tanh(s / c)` on scaled scores
+    before the mask (Gemma 2). sinks: one more logit per head, with value 0 (gpt-oss, arXiv 2309.17453).
+
+    qk_norm: RMSNorm over each head of q and k (Qwen3), or with qk_norm_all_heads over all heads at once (OLMo 2), before RoPE or with
+    qk_norm_after_rope behind it (nanochat). qk_norm_weight: plain, zero_centred (multiplies by 1 + w: Qwen3-Next) or none.
+
+    value_scale: multiplies v before it is cached (MiMo). gate: `o_h <- o_h * sigmoid(x Wg_h)`, elementwise (Qwen3-Next).
+
+    Cache: keys and values, `g (k + v)` elements a token.
     """
 
     num_heads: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    value_dim: int | None = None
     rope: RoPE | None = RoPE()
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    dilation: int = 1
+    global_tokens: int = 0
+    sinks: bool = False
     softcap: float | None = None
     scale: float | None = None
+    query_pre_attn_scalar: float | None = None
+    qk_norm: bool = False
+    qk_norm_all_heads: bool = False
+    qk_norm_weight: str = "plain"
+    qk_norm_after_rope: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    value_scale: float | None = None
+    gate: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.kv_heads < 1 or self.num_heads % self.kv_heads:
@@ -43,9 +70,24 @@ class GQA(Layer, kw_only=True):
             raise UserError(
                 f"num_heads: {self.num_heads} does not divide d_model={self.d_model}; set head_dim or change one"
             )
+        if self.key_dim < 1 or self.val_dim < 1:
+            raise UserError(f"head_dim: {self.key_dim} and value_dim: {self.val_dim} must be at least 1")
+        if self.scale is not None and self.query_pre_attn_scalar is not None:
+            raise UserError(
+                f"scale: {self.scale} and query_pre_attn_scalar: {self.query_pre_attn_scalar} say the same thing; set one"
+            )
+        if self.query_pre_attn_scalar is not None and self.query_pre_attn_scalar <= 0:
+            raise UserError(f"query_pre_attn_scalar: {self.query_pre_attn_scalar} must be > 0")
+        if self.qk_norm_weight not in QK_NORM_WEIGHTS:
+            raise UserError(f"qk_norm_weight: {self.qk_norm_weight!r} is not one of {', '.join(QK_NORM_WEIGHTS)}")
+        if not self.qk_norm and (self.qk_norm_all_heads or self.qk_norm_after_rope or self.qk_norm_weight != "plain"):
+            raise UserError("qk_norm: false, so qk_norm_all_heads, qk_norm_weight and qk_norm_after_rope mean nothing")
         if self.rope is not None:
             self.rope.dim(self.key_dim)
+        _ = self.mask  # checks its own fields
         super().__post_init__()
+
+    # ---- what the fields mean ------------------------------------------------------------------------------------
 
     @property
     def kv_heads(self) -> int:
@@ -53,58 +95,113 @@ class GQA(Layer, kw_only=True):
 
     @property
     def key_dim(self) -> int:
-        return self.head_dim or self.d_model // self.num_heads
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
 
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        """`x [b t d]` -> `q [b t h k]`, `k [b t g k]`, `v [b t g k]`."""
-        d, h, g, k = self.d_model, self.num_heads, self.kv_heads, self.key_dim
+    @property
+    def val_dim(self) -> int:
+        return self.key_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(window=self.window, chunk=self.chunk, dilation=self.dilation, global_tokens=self.global_tokens)
+
+    @property
+    def score_scale(self) -> float:
+        if self.scale is not None:
+            return self.scale
+        return (self.key_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar) ** -0.5
+
+    @property
+    def _widths(self) -> dict[str, tuple[int, int, str]]:
+        """(heads, width, logical axis of the heads) of each projection of x; the one kv head of MQA is held by every device."""
+        h, g, k, v = self.num_heads, self.kv_heads, self.key_dim, self.val_dim
+        kv = {"k": (g, k, "kv_heads"), "v": (g, v, "kv_heads")}
+        return {"q": (h, k, "heads"), **kv, **({"gate": (h, v, "heads")} if self.gate else {})}
+
+    # ---- the forward pass ----------------------------------------------------------------------------------------
+
+    def _project(self, x: Array) -> dict[str, Array]:
+        """`x [b t d]` -> `q [b t h k]`, `k [b t g k]`, `v [b t g v]` and `gate [b t h v]` where there is one."""
         if self.has_variable("params", "qkv_proj"):  # made by `prepare`
-            qkv = jnp.einsum("btd,dhk->bthk", x, self.get_variable("params", "qkv_proj").astype(self.dtype))
+            y = jnp.einsum("btd,dn->btn", x, self.get_variable("params", "qkv_proj").astype(self.dtype))
             if self.qkv_bias:
-                qkv = qkv + self.get_variable("params", "qkv_bias").astype(self.dtype)
-            return qkv[:, :, :h], qkv[:, :, h : h + g], qkv[:, :, h + g :]
+                y = y + self.get_variable("params", "qkv_bias").astype(self.dtype)
+            return self._unfuse(y)
 
-        def one(name: str, heads: int, axis: str | None) -> Array:
-            axis = axis if heads > 1 else None  # the one kv head of MQA is held by every device
-            y = linear(
-                x, param(self, f"{name}_proj", fan_in(d), (d, heads, k), ("embed", axis, "head")).astype(self.dtype)
+        def one(name: str, heads: int, width: int, axis: str) -> Array:
+            split = axis if heads > 1 else None
+            w = param(
+                self, f"{name}_proj", fan_in(self.d_model), (self.d_model, heads, width), ("embed", split, "head")
             )
-            if self.qkv_bias:
-                y = y + param(self, f"{name}_bias", Constant(0.0), (heads, k), (axis, "head")).astype(self.dtype)
+            y = linear(x, w.astype(self.dtype))
+            if self.qkv_bias and name != "gate":
+                y = y + param(self, f"{name}_bias", Constant(0.0), (heads, width), (split, "head")).astype(self.dtype)
             return shard(y, "batch", "length", "act_heads" if heads > 1 else None, None)
 
-        return one("q", h, "heads"), one("k", g, "kv_heads"), one("v", g, "kv_heads")
+        return {name: one(name, *sizes) for name, sizes in self._widths.items()}
+
+    def _unfuse(self, y: Array) -> dict[str, Array]:
+        parts, start = {}, 0
+        for name, (heads, width, _) in self._widths.items():
+            parts[name] = y[..., start : start + heads * width].reshape(*y.shape[:2], heads, width)
+            start += heads * width
+        return parts
+
+    def _norm(self, x: Array, name: str) -> Array:
+        """QK-norm of `[b t h k]`."""
+        norm = RMSNorm(
+            eps=self.norm_eps,
+            param_dtype=self.param_dtype,
+            zero_centred=self.qk_norm_weight == "zero_centred",
+            weightless=self.qk_norm_weight == "none",
+            name=name,
+        )
+        return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape) if self.qk_norm_all_heads else norm(x)
+
+    def _place(self, query: Array, key: Array, positions: Array) -> tuple[Array, Array]:
+        """Norm and turn queries and keys, in the order of the fields."""
+        if self.qk_norm and not self.qk_norm_after_rope:
+            query, key = self._norm(query, "q_norm"), self._norm(key, "k_norm")
+        if self.rope is not None:
+            angles = self.rope.angles(positions, self.key_dim)
+            query, key = self.rope(query, angles), self.rope(key, angles)
+        if self.qk_norm and self.qk_norm_after_rope:
+            query, key = self._norm(query, "q_norm"), self._norm(key, "k_norm")
+        return query, key
 
     @nn.compact
     def __call__(
         self, x: Array, ctx: Context, cache: KVCache | None = None, shared: Mapping[str, Array] | None = None
     ) -> tuple[Array, KVCache | None, Mapping[str, Array], Aux]:
-        d, h, k = self.d_model, self.num_heads, self.key_dim
-        query, key, value = self._project(x)
-        if self.qk_norm:
-            query = RMSNorm(eps=self.norm_eps, param_dtype=self.param_dtype, name="q_norm")(query)
-            key = RMSNorm(eps=self.norm_eps, param_dtype=self.param_dtype, name="k_norm")(key)
-        if self.rope is not None:
-            angles = self.rope.angles(ctx.positions, k)
-            query, key = self.rope(query, angles), self.rope(key, angles)
-        scale = k**-0.5 if self.scale is None else self.scale
+        d, h, v = self.d_model, self.num_heads, self.val_dim
+        parts = self._project(x)
+        query, key = self._place(parts["q"], parts["k"], ctx.positions)
+        value = parts["v"] if self.value_scale is None else parts["v"] * jnp.asarray(self.value_scale, self.dtype)
+        sinks = param(self, "sinks", Normal(0.02), (h,), ("heads",)).astype(jnp.float32) if self.sinks else None
         if cache is None:
-            mask = visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments)
             out = attend(
-                query, key, value, mask, scale=scale, softcap=self.softcap, causal_blocks=causal_blocks(x.shape[1])
+                query,
+                key,
+                value,
+                visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments, self.mask),
+                scale=self.score_scale,
+                softcap=self.softcap,
+                sinks=sinks,
+                causal_blocks=causal_blocks(x.shape[1]),
+                span=None if self.global_tokens else self.mask.span,
             )
         else:
-            out, cache = self._cached(query, key, value, ctx, cache, scale)
-        w = param(self, "o_proj", fan_in(h * k, RESIDUAL_SCALE), (h, k, d), ("heads", "head", "embed")).astype(
-            self.dtype
-        )
-        y = linear(shard(out, "batch", "length", "act_heads", None), w, 2)
+            out, cache = self._cached(query, key, value, sinks, ctx, cache)
+        if self.gate:
+            out = out * jax.nn.sigmoid(parts["gate"])
+        w = param(self, "o_proj", fan_in(h * v, RESIDUAL_SCALE), (h, v, d), ("heads", "head", "embed"))
+        y = linear(shard(out, "batch", "length", "act_heads", None), w.astype(self.dtype), 2)
         if self.out_bias:
             y = y + param(self, "o_bias", Constant(0.0), (d,), ("norm",)).astype(self.dtype)
         return y, cache, {} if shared is None else shared, {}
 
     def _cached(
-        self, query: Array, key: Array, value: Array, ctx: Context, cache: KVCache, scale: float
+        self, query: Array, key: Array, value: Array, sinks: Array | None, ctx: Context, cache: KVCache
     ) -> tuple[Array, KVCache]:
         """Write first, then read: the token sees itself. Slots beyond a row's last token hold nothing a mask lets through."""
         b, t, h, k = query.shape
@@ -115,10 +212,20 @@ class GQA(Layer, kw_only=True):
             write(cache.v, value.transpose(0, 2, 1, 3), ctx.positions, valid),
         )
         index = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
-        mask = (index[:, None] <= ctx.positions[:, :, None]) & valid[:, :, None]
+        mask = self.mask.sees(ctx.positions[:, :, None], index[:, None]) & valid[:, :, None]
         q = query.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
-        out = attend_cache(q, cache.k.astype(q.dtype), cache.v.astype(q.dtype), mask, scale=scale, softcap=self.softcap)
-        return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, k), cache
+        out = attend_cache(
+            q,
+            cache.k.astype(q.dtype),
+            cache.v.astype(q.dtype),
+            mask,
+            scale=self.score_scale,
+            softcap=self.softcap,
+            sinks=sinks,
+        )
+        return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1), cache
+
+    # ---- unbound: what callers ask without arrays ----------------------------------------------------------------
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None) -> KVCache:
@@ -126,36 +233,37 @@ class GQA(Layer, kw_only=True):
         del draft
         if pages is not None:
             raise UserError("cache: paged attention caches are not available; leave pages at null")
-        return KVCache.zeros(batch, self.kv_heads, length, self.key_dim, self.key_dim, dtype)
+        return KVCache.zeros(batch, self.kv_heads, length, self.key_dim, self.val_dim, dtype)
 
     @nn.nowrap
     def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Fuse q, k and v into one matrix `[d, h + 2 g, k]`: decoding is bound by reading weights, and one dot reads faster than three."""
-        fused = {"qkv_proj": jnp.concatenate([params[f"{n}_proj"] for n in "qkv"], axis=1)}
+        """Fuse all projections of x into one matrix `[d, n]`: decoding is bound by reading weights, and one dot reads faster than three."""
+        names = list(self._widths)
+        fused = {"qkv_proj": jnp.concatenate([params[f"{n}_proj"].reshape(self.d_model, -1) for n in names], axis=1)}
         if self.qkv_bias:
-            fused["qkv_bias"] = jnp.concatenate([params[f"{n}_bias"] for n in "qkv"], axis=0)
-        gone = {f"{n}_{kind}" for n in "qkv" for kind in ("proj", "bias")}
+            biases = [params[f"{n}_bias"].reshape(-1) for n in names if n != "gate"]
+            biases += [jnp.zeros(self.num_heads * self.val_dim, biases[0].dtype)] if self.gate else []
+            fused["qkv_bias"] = jnp.concatenate(biases)
+        gone = {f"{n}_{kind}" for n in names for kind in ("proj", "bias")}
         return {**{name: value for name, value in params.items() if name not in gone}, **fused}
 
     @nn.nowrap
     def cost(self, batch: int, t: int, s: float, dtype: Any) -> Cost:
-        """FLOPs `2 b t (d (h + 2 g) k + h k d) + 4 b t s h k`; cache `2 g k` a token."""
-        d, h, g, k = self.d_model, self.num_heads, self.kv_heads, self.key_dim
+        """FLOPs `2 b t d (h + g) (k + v) + 2 b t s h (k + v)`, and `2 b t d h v` for a gate; cache `g (k + v)` a token."""
+        d, h, g, k, v = self.d_model, self.num_heads, self.kv_heads, self.key_dim, self.val_dim
         size = jnp.dtype(dtype).itemsize
-        weights = d * (2 * h + 2 * g) * k
-        params = (
-            weights
-            + (2 * k if self.qk_norm else 0)
-            + ((h + 2 * g) * k if self.qkv_bias else 0)
-            + (d if self.out_bias else 0)
-        )
-        per_token = 2 * g * k * size
+        weights = d * sum(heads * width for heads, width, _ in self._widths.values()) + d * h * v
+        params = weights + (h if self.sinks else 0) + (d if self.out_bias else 0)
+        params += (h * k + g * (k + v)) if self.qkv_bias else 0
+        if self.qk_norm and self.qk_norm_weight != "none":
+            params += (h + g) * k if self.qk_norm_all_heads else 2 * k
+        per_token = g * (k + v) * size
         return Cost(
-            flops=2 * batch * t * weights + 4 * batch * t * s * h * k,
+            flops=2 * batch * t * weights + 2 * batch * t * s * h * (k + v),
             params=params,
             params_active=params,
             cache_per_token=per_token,
             cache_read=batch * s * per_token,
-            activation_bytes=batch * t * (d + (2 * h + 2 * g) * k) * size + batch * h * t * s * 4,
+            activation_bytes=batch * t * (d + (h + g) * (k + v)) * size + batch * h * t * s * 4,
             collective_bytes=batch * t * d * size,
         )

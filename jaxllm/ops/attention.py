@@ -2,28 +2,39 @@
 
     o_h = softmax(scale q_h K_g^T + mask) V_g,    query head h reads kv head g = h // (heads / kv_heads)
 
-Visible keys are decided by absolute positions and document ids, never by indices. Softmax statistics are fp32. A query without any
-visible key (padding) gives exactly 0 and finite gradients, where an additive -inf mask would give NaN.
+Visible keys are decided by absolute positions and document ids (`jaxllm.ops.mask`), never by indices. Softmax statistics are fp32. A
+query without any visible key (padding) gives exactly 0 and finite gradients, where an additive -inf mask would give NaN.
 
-Shapes: `q [b t h k]`, `k [b s g k]`, `v [b s g v]`, output `[b t h v]`.
+A sink (gpt-oss) is one more key per head, of logit `sink_h`, neither scaled, capped nor masked, and of value 0:
+o = o_without * Z / (Z + e^(sink - m)).
+
+Shapes: `q [b t h k]`, `k [b s g k]`, `v [b s g v]`, `sinks [h]`, output `[b t h v]`. Here one score matrix exists for each block of
+queries, which is fast for the lengths of training; `jaxllm.ops.blockwise` serves long sequences.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxllm.ops.mask import Mask, visible  # noqa: F401 - masks belong to attention
+
 _MASKED = -1e30  # below any score; exp(x - max) is then exactly 0 without producing inf - inf
+_LOWEST = 0.1 * _MASKED  # the least maximum of a row: masked scores stay far below it
 
 
-def visible(q_positions: Array, k_positions: Array, q_segments: Array, k_segments: Array) -> Array:
-    """bool `[b t s]`: same document, not padding, and not in the future."""
-    same = (q_segments[:, :, None] == k_segments[:, None, :]) & (k_segments[:, None, :] > 0)
-    return same & (k_positions[:, None, :] <= q_positions[:, :, None])
-
-
-def attention_naive(q: Array, k: Array, v: Array, mask: Array, *, scale: float, softcap: float | None = None) -> Array:
+def attention_naive(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+) -> Array:
     """The truth: one score matrix per head, `mask [b t s]`."""
     heads = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, heads, axis=2), jnp.repeat(v, heads, axis=2)
@@ -31,13 +42,17 @@ def attention_naive(q: Array, k: Array, v: Array, mask: Array, *, scale: float, 
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(mask[:, None], scores, _MASKED)
-    weights = jnp.where(mask[:, None], jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), 0.0)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    sink = None if sinks is None else sinks.astype(jnp.float32)[:, None, None]
+    top = top if sink is None else jnp.maximum(top, sink)
+    weights = jnp.where(mask[:, None], jnp.exp(scores - top), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - top)
     weights = weights / jnp.where(total > 0, total, 1.0)
     return jnp.einsum("bhts,bshv->bthv", weights.astype(v.dtype), v)
 
 
-Static = tuple[float, float | None, int]  # scale, softcap, causal blocks
+Static = tuple[float, float | None, int, int | None]  # scale, softcap, causal blocks, span
 
 
 def _per_head(product: str, a: Array, kv: Array) -> Array:
@@ -65,55 +80,67 @@ def _scores(q: Array, k: Array, mask: Array, scale: float, softcap: float | None
     return jnp.where(mask[:, None, None], scores, _MASKED), scores
 
 
-def _block(q: Array, k: Array, v: Array, mask: Array, scale: float, softcap: float | None) -> tuple[Array, Array]:
-    """Output `[b g r t v]` and log-sum-exp `[b g r t 1]` of queries `q [b g r t k]` on `k [b g s k]`, `v [b g s v]`, `mask [b t s]`.
+def _block(
+    q: Array, k: Array, v: Array, mask: Array, sinks: Array | None, scale: float, softcap: float | None
+) -> tuple[Array, Array]:
+    """Output `[b g r t v]` and log-sum-exp `[b g r t 1]` of queries `q [b g r t k]` on `k [b g s k]`, `v [b g s v]`, `mask [b t s]`,
+    `sinks [g r 1 1]`.
 
     The sum of the weights is divided out after the product with v: t x v divisions instead of t x s.
     """
     b, g, r, t, _ = q.shape
     scores, _ = _scores(q, k, mask, scale, softcap)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), 0.1 * _MASKED)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST if sinks is None else sinks)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - top)
     total = jnp.where(total > 0, total, 1.0)
     out = _per_head("ns,sv->nv", weights.astype(v.dtype).reshape(b, g, r * t, -1), v)
     return (out.reshape(b, g, r, t, -1) / total).astype(v.dtype), top + jnp.log(total)
 
 
-def _cuts(q: Array, k: Array, blocks: int) -> list[tuple[slice, slice]]:
+def _cuts(q: Array, k: Array, blocks: int, span: int | None) -> list[tuple[slice, slice]]:
     """(queries, keys) of each causal block."""
     t = q.shape[3]
     if blocks <= 1 or t % blocks or k.shape[2] != t:
         return [(slice(0, t), slice(0, k.shape[2]))]
     c = t // blocks
-    return [(slice(j * c, (j + 1) * c), slice(0, (j + 1) * c)) for j in range(blocks)]
+    first = [0 if span is None else max(0, j * c - span + 1) for j in range(blocks)]
+    return [(slice(j * c, (j + 1) * c), slice(first[j], (j + 1) * c)) for j in range(blocks)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, mask: Array, static: Static) -> Array:
-    return _forward(q, k, v, mask, static)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q: Array, k: Array, v: Array, mask: Array, sinks: Array | None, static: Static) -> Array:
+    return _forward(q, k, v, mask, sinks, static)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, mask: Array, static: Static) -> tuple[Array, tuple[Array, ...]]:
-    scale, softcap, blocks = static
+def _forward(
+    q: Array, k: Array, v: Array, mask: Array, sinks: Array | None, static: Static
+) -> tuple[Array, tuple[Any, ...]]:
+    scale, softcap, blocks, span = static
     parts = [
-        _block(q[:, :, :, rows], k[:, :, keys], v[:, :, keys], mask[:, rows, keys], scale, softcap)
-        for rows, keys in _cuts(q, k, blocks)
+        _block(q[:, :, :, rows], k[:, :, keys], v[:, :, keys], mask[:, rows, keys], sinks, scale, softcap)
+        for rows, keys in _cuts(q, k, blocks, span)
     ]
     out, norm = (jnp.concatenate(piece, axis=3) if len(parts) > 1 else piece[0] for piece in zip(*parts, strict=True))
-    return out, (q, k, v, mask, out, norm)
+    return out, (q, k, v, mask, sinks, out, norm)
 
 
-def _backward(static: Static, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+def sink_gradient(sinks: Array | None, norm: Array, delta: Array) -> Array | None:
+    """`-sum(p delta)` over rows and queries, `p = e^(sink - lse)` being the share of the softmax that a sink takes; `[g r 1 1]`."""
+    return None if sinks is None else -jnp.sum(jnp.exp(sinks - norm) * delta, axis=(0, 3), keepdims=True)[0]
+
+
+def _backward(static: Static, saved: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, Array, None, Array | None]:
     """Weights are made again from the scores and their log-sum-exp (FlashAttention, Dao et al. 2022, arXiv 2205.14135, section 3.1):
 
     p = exp(s - lse);  dv = p^T do;  ds = p (do v^T - sum(do o));  dq = ds k;  dk = ds^T q
     """
-    scale, softcap, blocks = static
-    q, k, v, mask, out, norm = saved
+    scale, softcap, blocks, span = static
+    q, k, v, mask, sinks, out, norm = saved
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for rows, keys in _cuts(q, k, blocks):
+    for rows, keys in _cuts(q, k, blocks, span):
         part = q[:, :, :, rows]
         b, g, r, c, _ = part.shape
         flat = lambda x: x.reshape(b, g, r * c, -1)  # noqa: B023, E731 - used within the iteration
@@ -138,33 +165,58 @@ def _backward(static: Static, saved: tuple[Array, ...], d_out: Array) -> tuple[A
         d_v = d_v.at[:, :, keys].add(
             jnp.einsum("bgns,bgnv->bgsv", flat(weights).astype(v.dtype), d_part, preferred_element_type=jnp.float32)
         )
-    return jnp.concatenate(d_q, axis=3).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    d_sinks = sink_gradient(sinks, norm, delta)
+    return jnp.concatenate(d_q, axis=3).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, d_sinks
 
 
 _attend.defvjp(_forward, _backward)
 
 
+def _sinks(sinks: Array | None, g: int) -> Array | None:
+    return None if sinks is None else sinks.astype(jnp.float32).reshape(g, -1, 1, 1)
+
+
 def attend(
-    q: Array, k: Array, v: Array, mask: Array, *, scale: float, softcap: float | None = None, causal_blocks: int = 1
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    causal_blocks: int = 1,
+    span: int | None = None,
 ) -> Array:
     """Fast path. `causal_blocks` = n > 1 promises that row i sees no key beyond index i (whole sequences): queries are then cut
-    into n blocks and block j meets only the first (j + 1)/n of the keys, which leaves (n + 1)/(2n) of the arithmetic.
+    into n blocks and block j meets only the first (j + 1)/n of the keys, which leaves (n + 1)/(2n) of the arithmetic. `span`
+    promises that it sees none before index i - span + 1.
 
     The backward keeps q, k, v, the output and one number a query, never the weights.
     """
     b, t, h, _ = q.shape
     g = k.shape[2]
     q = q.reshape(b, t, g, h // g, -1).transpose(0, 2, 3, 1, 4)
-    out = _attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask, (scale, softcap, causal_blocks))
+    static = (scale, softcap, causal_blocks, span)
+    out = _attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask, _sinks(sinks, g), static)
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
 
 
-def attend_cache(q: Array, k: Array, v: Array, mask: Array, *, scale: float, softcap: float | None = None) -> Array:
+def attend_cache(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+) -> Array:
     """`attend` on keys and values as a cache holds them: `[b g s k]` and `[b g s v]`, without g where it is 1.
 
     `q [b g r t k]` -> `[b g r t v]`.
     """
-    return _block(q, k, v, mask, scale, softcap)[0]
+    return _block(q, k, v, mask, _sinks(sinks, q.shape[1]), scale, softcap)[0]
 
 
 def causal_blocks(t: int, *, smallest: int = 64, most: int = 8) -> int:

@@ -34,7 +34,14 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def init_params(model: LanguageModel, key: Array, *, mesh: Mesh | None = None, rules: Rules | None = None) -> Params:
+def init_params(
+    model: LanguageModel,
+    key: Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+    declared: Params | None = None,
+) -> Params:
     """Draw the parameters from their declaration, each shard straight onto its device.
 
     The model is never run or compiled for it: on CPU XLA spends 0.3 s on every distinct shape of a random generator. Numbers come
@@ -42,7 +49,7 @@ def init_params(model: LanguageModel, key: Array, *, mesh: Mesh | None = None, r
     `key`, the leaf's path and that index. So they are the same on every mesh, and a host draws only what its own devices hold.
     Initialisers see the shape without the axis of repeats.
     """
-    declared = declare(model)
+    declared = declare(model) if declared is None else declared
     leaves, tree = jax.tree_util.tree_flatten_with_path(declared, is_leaf=is_declared)
     shardings: list[Any] = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(leaves)
     if mesh is not None:

@@ -32,8 +32,8 @@ def main(repeats: int = 5) -> None:
                 k: jax.ShapeDtypeStruct((4, 256), jnp.float32 if k == "weights" else jnp.int32)
                 for k in ("tokens", "labels", "segments", "positions", "weights")
             }
-            step = make_train_step(model, cfg.build("objective"), optimiser, total_updates=100)
-            lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+            step = make_train_step(model, cfg.build("objective"), optimiser)
+            lowered = jax.jit(step, donate_argnums=0).lower(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
             start = time.perf_counter()
             compiled = lowered.compile()
             times.append(round(time.perf_counter() - start, 2))

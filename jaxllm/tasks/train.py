@@ -55,14 +55,15 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     optimiser = cfg.build("optim")
     entries = cfg.section("stages")
     schedules = {i: cfg.build_node(s.schedule, f"stages.{i}.schedule") for i, s in enumerate(entries) if s.schedule}
-    stages = plan(settings, entries, model, optimiser, cfg.build("objective"), schedules)
+    declared = declare(model)
+    stages = plan(settings, entries, model, optimiser, cfg.build("objective"), schedules, declared)
     data = _Opener(cfg, io, corpus, cfg.seed, settings)
 
     checkpoints = Checkpoints(io.run_dir / CHECKPOINTS, settings.keep_last, settings.keep_best, warn=io.log)
-    state, before = _state(cfg, io, model, optimiser, checkpoints, mesh, place.rules)
+    state, before = _state(cfg, io, model, optimiser, checkpoints, mesh, place.rules, declared)
     origin = [str(text) for text in before.get("origin") or origin_of(cfg)]
     facts = environment()
-    counts = _counts(model)
+    counts = _counts(declared)
     tracker = cfg.build("track").open(
         io.run_dir,
         config={**cfg.to_dict(), "environment": facts, "data_facts": corpus.facts, **counts},
@@ -92,7 +93,8 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
             run_dir=io.run_dir,
             peak=peak_flops(jax.devices()[0]),
         )
-        loop = Loop(stages, settings, data, outside, mesh=mesh, rules=place.rules, tokens=int(before.get("tokens", 0)))
+        tokens = int(before.get("tokens", 0))
+        loop = Loop(stages, settings, data, outside, mesh=mesh, rules=place.rules, tokens=tokens, declared=declared)
         try:
             result = loop.run(state)
         finally:
@@ -164,10 +166,16 @@ class _Opener:
 
 
 def _state(
-    cfg: Config, io: TaskIO, model: LanguageModel, optimiser: Any, checkpoints: Checkpoints, mesh: Any, rules: Any
+    cfg: Config,
+    io: TaskIO,
+    model: LanguageModel,
+    optimiser: Any,
+    checkpoints: Checkpoints,
+    mesh: Any,
+    rules: Any,
+    declared: Mapping[str, Any],
 ) -> tuple[TrainState, dict[str, Any]]:
     """A new state, or that of the newest whole checkpoint, and what was written beside it."""
-    declared = declare(model)
     if io.resume and checkpoints.latest() is not None:
         abstract = abstract_state(model, optimiser, mesh=mesh, rules=rules, declared=declared)
         state, meta, step = checkpoints.restore(abstract, warn=io.log)
@@ -178,8 +186,7 @@ def _state(
     return new_state(model, optimiser, cfg.seed, mesh=mesh, rules=rules, declared=declared), {}
 
 
-def _counts(model: LanguageModel) -> dict[str, int]:
-    declared = declare(model)
+def _counts(declared: Mapping[str, Any]) -> dict[str, int]:
     sizes = {name: math.prod(box.value.shape) for name, box in leaves_by_path(declared, is_declared).items()}
     free = leaves_by_path(trained(declared))
     return {"params_total": sum(sizes.values()), "params_trained": sum(n for name, n in sizes.items() if free[name])}

@@ -33,7 +33,7 @@ from jaxllm.training.guard import Guard
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.speed import Clock, mfu, progress_line, step_flops
 from jaxllm.training.stages import Stage, stage_at
-from jaxllm.training.state import TrainState, fresh_moments, leaves_by_path, trained
+from jaxllm.training.state import TrainState, Tree, fresh_moments, leaves_by_path, trained
 from jaxllm.training.step import compile_step, make_train_step
 
 Params = Mapping[str, Any]
@@ -108,6 +108,7 @@ class Loop:
         mesh: Mesh | None = None,
         rules: Rules | None = None,
         tokens: int = 0,
+        declared: Tree | None = None,
     ):
         self.stages, self.settings, self.data, self.outside = stages, settings, data, outside
         self.mesh, self.rules = mesh, rules
@@ -115,7 +116,7 @@ class Loop:
         for stage in stages:
             if mesh is not None:
                 check_batch(stage.batch_size // stage.accumulate, mesh, rules)
-        self.declared = declare(stages[0].model)
+        self.declared = declare(stages[0].model) if declared is None else declared
         self.clock = Clock()
         self.guard = Guard(settings.nonfinite, settings.max_skipped, outside.run_dir)
         self.tokens, self.loss, self.compile_s = tokens, math.nan, 0.0
@@ -164,13 +165,14 @@ class Loop:
             index, batch = next(feed)
             with self._mesh():
                 compiled = self._compile(stage, state, batch)
+                total = np.int32(stage.steps)
                 for step in range(begin, stage.end):
                     if index != step - stage.start:
                         raise RuntimeError(
                             f"the loader gave batch {index} for step {step} of the stage at {stage.start}"
                         )
                     self.clock.dispatched()
-                    state, metrics = compiled(state, place(batch, self.mesh, self.rules))
+                    state, metrics = compiled(state, place(batch, self.mesh, self.rules), total)
                     previous, self._flight = (
                         self._flight,
                         InFlight(step, metrics, batch if self.guard.needs_batch else None),
@@ -207,7 +209,6 @@ class Loop:
             stage.model,
             stage.objectives,
             stage.optimiser,
-            total_updates=stage.steps,
             accumulate=stage.accumulate,
             free=stage.free,
             shards=self.shards,

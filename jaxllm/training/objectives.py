@@ -51,7 +51,7 @@ class Objective:
 
     capture: ClassVar[tuple[str, ...]] = ()  # what the forward pass must capture for it
 
-    def weight_at(self, count: jax.Array, total: int) -> jax.Array:
+    def weight_at(self, count: jax.Array, total: jax.Array | int) -> jax.Array:
         """The weight of update `count` of `total`."""
         weight = jnp.float32(self.weight)
         return weight if self.schedule is None else weight * self.schedule.factor(count, total)

@@ -62,7 +62,7 @@ class Optimiser:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UserError(f"clip_norm: {self.clip_norm} must be above 0, or null for no clipping")
 
-    def rate(self, count: jax.Array | int, total: int) -> jax.Array:
+    def rate(self, count: jax.Array | int, total: jax.Array | int) -> jax.Array:
         """The learning rate of update `count` of `total`, float32."""
         return jnp.float32(self.lr) * self.schedule.factor(count, total)
 

@@ -29,15 +29,15 @@ class Schedule:
         if self.warmup_steps < 0:
             raise UserError(f"warmup_steps: {self.warmup_steps} must be 0 or more")
 
-    def factor(self, count: jax.Array | int, total: int) -> jax.Array:
+    def factor(self, count: jax.Array | int, total: jax.Array | int) -> jax.Array:
         """The share of the peak that update `count` of `total` uses, float32 scalar."""
-        count = jnp.asarray(count, jnp.float32)
+        count, total = jnp.asarray(count, jnp.float32), jnp.asarray(total, jnp.float32)
         shape = self.shape(count, total)
         if self.warmup_steps == 0:
             return shape
         return jnp.where(count < self.warmup_steps, (count + 1) / self.warmup_steps, shape)
 
-    def shape(self, count: jax.Array, total: int) -> jax.Array:
+    def shape(self, count: jax.Array, total: jax.Array) -> jax.Array:
         """The factor after the warm-up."""
         raise NotImplementedError
 
@@ -50,7 +50,7 @@ class Schedule:
 class Constant(Schedule):
     """Warm-up, then the peak for ever."""
 
-    def shape(self, count: jax.Array, total: int) -> jax.Array:
+    def shape(self, count: jax.Array, total: jax.Array) -> jax.Array:
         del total
         return jnp.ones_like(count)
 
@@ -70,9 +70,9 @@ class Cosine(Schedule):
         super().__post_init__()
         _check_final(self.final)
 
-    def shape(self, count: jax.Array, total: int) -> jax.Array:
+    def shape(self, count: jax.Array, total: jax.Array) -> jax.Array:
         start = self._peak()
-        done = jnp.clip((count - start) / max(total - 1 - start, 1), 0.0, 1.0)
+        done = jnp.clip((count - start) / jnp.maximum(total - 1 - start, 1), 0.0, 1.0)
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
 
 
@@ -96,11 +96,11 @@ class WSD(Schedule):
         if self.form not in ("linear", "sqrt"):
             raise UserError(f"form: {self.form!r} is not one of linear, sqrt")
 
-    def shape(self, count: jax.Array, total: int) -> jax.Array:
+    def shape(self, count: jax.Array, total: jax.Array) -> jax.Array:
         last = total - 1
-        start = min(max(last - round(self.decay * total), self._peak()), last)
-        done = jnp.clip((count - start) / max(last - start, 1), 0.0, 1.0)
-        if last == start:  # no update is left to decay over
-            done = jnp.where(count >= last, 1.0, 0.0)
+        start = jnp.minimum(jnp.maximum(last - jnp.round(self.decay * total), self._peak()), last)
+        # Where no update is left to decay over (last == start), only the last one is down.
+        done = jnp.where(last > start, (count - start) / jnp.maximum(last - start, 1), count >= last)
+        done = jnp.clip(done, 0.0, 1.0)
         fall = jnp.sqrt(done) if self.form == "sqrt" else done
         return self.final + (1.0 - self.final) * (1.0 - fall)

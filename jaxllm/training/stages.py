@@ -61,10 +61,11 @@ def plan(
     optimiser: Optimiser,
     objectives: Mapping[str, Objective],
     schedules: Mapping[int, Schedule] | None = None,
+    declared: Tree | None = None,
 ) -> list[Stage]:
     """Resolve the list; an empty one is a single stage of `train.steps`. `schedules`: built `schedule` nodes by stage
-    index."""
-    declared = declare(model)
+    index. `declared`: of the model, where the caller has it."""
+    declared = declare(model) if declared is None else declared
     out: list[Stage] = []
     start = 0
     entries = list(stages) or [StageSettings(name="train")]

@@ -84,7 +84,7 @@ def new_state(
 ) -> TrainState:
     """A fresh state, every leaf created straight on its devices."""
     declared = declare(model) if declared is None else declared
-    params = init_params(model, jax.random.key(seed, impl="threefry2x32"), mesh=mesh, rules=rules)
+    params = init_params(model, jax.random.key(seed, impl="threefry2x32"), mesh=mesh, rules=rules, declared=declared)
     rest = _rest(declared, optimiser, seed)
     shardings = None
     if mesh is not None:

@@ -29,7 +29,7 @@ from jaxllm.training.optimisers import Optimiser
 from jaxllm.training.state import TrainState, Tree, fill, leaves_by_path, owner, pick, step_key, trained
 
 Metrics = dict[str, jax.Array]
-Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Step = Callable[[TrainState, Batch, jax.Array | int], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
@@ -37,18 +37,18 @@ def make_train_step(
     objectives: Mapping[str, Objective],
     optimiser: Optimiser,
     *,
-    total_updates: int,
     accumulate: int = 1,
     free: Tree | None = None,
     shards: int = 1,
     declared: Tree | None = None,
 ) -> Step:
-    """`step(state, batch) -> (state, metrics)`, to be jitted with a donated state.
+    """`step(state, batch, total_updates) -> (state, metrics)`, to be jitted with a donated state.
 
-    batch: arrays `[b, t]` of a whole step; `accumulate` divides b. total_updates: of the stage, what schedules end at.
-    free: tree of booleans, false where this stage freezes a parameter; default none. shards: devices that split the
-    batch. Metrics are scalars (float32 unless counts): loss, grad_norm, param_norm, update_norm, lr, tokens (not
-    padding), trained_tokens, finite, skipped, one entry an objective; and the layers' `metric/*`.
+    batch: arrays `[b, t]` of a whole step; `accumulate` divides b. total_updates: int32 scalar, of the stage: what
+    schedules end at. It is an argument, so that a longer run uses the program that is already compiled. free: tree of
+    booleans, false where this stage freezes a parameter; default none. shards: devices that split the batch. Metrics
+    are scalars (float32 unless counts): loss, grad_norm, param_norm, update_norm, lr, tokens (not padding),
+    trained_tokens, finite, skipped, one entry an objective; and the layers' `metric/*`.
     """
     declared = declare(model) if declared is None else declared
     trainable = trained(declared)
@@ -70,7 +70,7 @@ def make_train_step(
 
     grad_of = jax.grad(micro_loss, has_aux=True)
 
-    def gradient(state: TrainState, batch: Batch) -> tuple[Tree, Any]:
+    def gradient(state: TrainState, batch: Batch, total_updates: jax.Array | int) -> tuple[Tree, Any]:
         """The gradient of the whole step (None where nothing is trained) and the summed reports of its
         micro-batches."""
         part = pick(state.params, moving)
@@ -90,8 +90,8 @@ def make_train_step(
         total, reports = lax.scan(body, zeros, (split_rows(batch, accumulate), jnp.arange(accumulate)))
         return total, jax.tree.map(lambda x: jnp.sum(x, axis=0), reports)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, report = gradient(state, batch)
+    def step(state: TrainState, batch: Batch, total_updates: jax.Array | int) -> tuple[TrainState, Metrics]:
+        grads, report = gradient(state, batch, total_updates)
         norm = optax.tree.norm(grads)
         if optimiser.clip_norm is not None:
             scale = jnp.minimum(1.0, optimiser.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
@@ -194,9 +194,13 @@ def _keep_frozen(new: Tree, old: Tree, moving: Tree, moved: Any) -> Tree:
 
 
 def compile_step(step: Step, state: TrainState, batch: Batch, mesh: Mesh | None = None) -> tuple[Any, float]:
-    """The step compiled for this state and batch (the state is donated), and the seconds that took."""
+    """The step compiled for this state and batch (the state is donated), and the seconds that took.
+
+    The compiled step is called with an int32 scalar as `total_updates`, on the host or on all devices.
+    """
     start = time.perf_counter()
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     places = jax.tree.map(lambda x: x.sharding, state)
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=(places, everywhere)).lower(state, batch).compile()
+    total = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=(places, everywhere)).lower(state, batch, total).compile()
     return compiled, time.perf_counter() - start

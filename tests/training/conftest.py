@@ -95,10 +95,9 @@ def make_optimiser(**fields):
     return AdamW(**{"lr": 1e-2, "schedule": Constant(), **fields})
 
 
-def run(model, batches, objectives=None, optimiser=None, state=None, **options):
+def run(model, batches, objectives=None, optimiser=None, state=None, total_updates=10, **options):
     """The state after some steps, and their metrics. Equal steps are compiled once for all tests."""
     optimiser, objectives = optimiser or make_optimiser(), objectives or OBJECTIVES
-    options = {"total_updates": 10, **options}
     key = repr((model, objectives, optimiser, options))
     if key not in _steps:
         _steps[key] = jax.jit(make_train_step(model, objectives, optimiser, **options))
@@ -107,7 +106,7 @@ def run(model, batches, objectives=None, optimiser=None, state=None, **options):
         state = _states[fresh] = _states.get(fresh) or new_state(model, optimiser, 0)
     metrics = []
     for batch in batches:
-        state, m = _steps[key](state, place(batch))
+        state, m = _steps[key](state, place(batch), np.int32(total_updates))
         metrics.append(jax.device_get(m))
     return state, metrics
 

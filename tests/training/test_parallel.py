@@ -38,13 +38,13 @@ def trained(tiny, axes, steps, accumulate=1):
     mesh = build_mesh(axes)
     state = new_state(model, optimiser, 0, mesh=mesh)
     shards = batch_shards(mesh, None)
-    step = make_train_step(model, tiny.objectives, optimiser, total_updates=10, accumulate=accumulate, shards=shards)
+    step = make_train_step(model, tiny.objectives, optimiser, accumulate=accumulate, shards=shards)
     losses = []
     with use_mesh(mesh):
         batches = [place(tiny.batch(rows=8, vocab=30, seed=i), mesh) for i in range(steps)]
         compiled, _ = compile_step(step, state, batches[0], mesh)
         for batch in batches:
-            state, metrics = compiled(state, batch)
+            state, metrics = compiled(state, batch, np.int32(10))
             losses.append(float(metrics["loss"]))
     return np.array(losses), state, compiled
 

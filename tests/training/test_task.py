@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,36 +124,51 @@ def test_stages_come_from_the_configuration(tmp_path):
     assert rows[3]["train/lr"] == pytest.approx(1e-4) and not (tmp_path / "run/samples.jsonl").exists()
 
 
-def test_kill_9_costs_at_most_the_steps_since_the_last_save(tmp_path, root):
-    folder = tmp_path / "killed"
-    command = [
-        sys.executable,
-        "-m",
-        "jaxllm.run",
-        *SMALL,
-        f"run_dir={folder}",
-        "train.steps=100000",
-        "train.save_every=10",
-    ]
-    command += ["train.eval_every=0", "train.sample_tokens=0", "track=none"]
+def start(folder, root, cache, *overrides):
+    """A training process that would run for hours."""
+    command = [sys.executable, "-m", "jaxllm.run", *SMALL, f"run_dir={folder}", f"compile_cache={cache}", *overrides]
+    command += ["train.save_every=10", "train.eval_every=0", "train.sample_tokens=0", "track=none"]
     env = {**os.environ, "PYTHONPATH": str(root)}
-    child = subprocess.Popen(
-        command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder.parent, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def end(child, sign, folder, step):
+    """Send the signal once `step` is saved; what was printed. A save that is on its way may or may not be whole then."""
     try:
         deadline = time.monotonic() + 180
-        while not (Path(folder) / "checkpoints/20/commit_success.txt").exists():
+        while not (folder / f"checkpoints/{step}/commit_success.txt").exists():
             assert time.monotonic() < deadline and child.poll() is None, child.stderr.read()[-2000:]
             time.sleep(0.02)
-        child.send_signal(signal.SIGKILL)
+        child.send_signal(sign)
+        return child.communicate(timeout=120)
     finally:
         child.kill()
         child.wait()
-        child.stderr.close()
+
+
+def programs(cache):
+    """The compiled train steps in the cache. Access times lie beside them."""
+    return sorted(path.name for path in cache.rglob("jit_step-*") if not path.name.endswith("-atime"))
+
+
+def test_kill_9_and_sigterm_cost_at_most_the_steps_since_the_last_save(tmp_path, root):
+    folder, cache = tmp_path / "run", tmp_path / "cache"
+    end(start(folder, root, cache, "train.steps=100000"), signal.SIGKILL, folder, 20)
     reached = max(r["step"] for r in read_metrics(folder))
     kept = Checkpoints(folder / "checkpoints").latest()
     # one save may be on its way to the disk while the next ten steps run
     assert kept is not None and kept >= 20 and reached - kept <= 20
-    fields, said = run(folder, f"train.steps={kept + 2}", "train.sample_tokens=0", resume=True)
-    assert fields["steps"] == kept + 2 and f"resume: from step {kept}" in said
-    assert int(read_meta(fields["checkpoint"])["tokens"]) == fields["tokens"]
+    compiled = programs(cache)
+    assert compiled
+
+    goal = kept // 10 * 10 + 20
+    child = start(folder, root, cache, "train.steps=200000", "resume=true")
+    out, said = end(child, signal.SIGTERM, folder, goal)
+    result = json.loads(out.splitlines()[-1])
+    assert child.returncode == 130 and result["interrupted"] and f"resume: from step {kept}" in said
+    assert result["steps"] >= goal and result["checkpoint"] == str(folder / f"checkpoints/{result['steps']}")
+    rows = [r["step"] for r in read_metrics(folder)]
+    assert max(rows) == result["steps"] == Checkpoints(folder / "checkpoints").latest()  # nothing at all is lost
+    assert read_meta(result["checkpoint"])["tokens"] == result["tokens"]
+    assert programs(cache) == compiled  # neither the second start nor the longer run compiled the step again

@@ -50,7 +50,11 @@ def component(group: str, name: str, **overrides: Any) -> Any:
         raise UserError(f"{group}={name}: no such option{suggest(name, options(group))}")
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        node = plain(hydra.compose(f"{group}/{name}"))[group] | overrides
+        raw = hydra.compose(f"{group}/{name}")
+        for key in overrides:
+            if OmegaConf.is_missing(raw[group], key):
+                raw[group][key] = None
+        node = plain(raw)[group] | overrides
     walk, key = Nodes(build=True), f"{group}/{name}"
     return walk.node(node, key) if is_node(node) else walk.value(node, Any, key)
 

@@ -233,6 +233,8 @@ class GQA(Layer, kw_only=True):
         del draft
         if pages is not None:
             raise UserError("cache: paged attention caches are not available; leave pages at null")
+        if self.rope is not None:
+            self.rope.check_cache(length)
         return KVCache.zeros(batch, self.kv_heads, length, self.key_dim, self.val_dim, dtype)
 
     @nn.nowrap

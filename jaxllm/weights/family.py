@@ -1,0 +1,124 @@
+"""A family: what a config.json of some model types means here, and which of its tensors is which of our parameters.
+
+One declarative table serves both directions. `to_model` turns a config.json into a model node; `rules` pair tensors and parameters;
+`to_config` proposes a config.json for a model of ours, and the proposal counts only if `to_model` makes the same model of it again.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxllm.layers.base import Declared
+from jaxllm.model import LanguageModel
+from jaxllm.params import is_declared, path_name
+from jaxllm.weights.config_json import ConfigJson
+from jaxllm.weights.forms import Form, Shape
+
+Node = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`ours`: one or several parameters, of the model ("embed") or of a layer ("mixer/q_proj"). theirs: the tensor, `{i}` the layer."""
+
+    ours: tuple[str, ...]
+    theirs: str
+    form: Form
+
+    @property
+    def of_layer(self) -> bool:
+        return "{i}" in self.theirs
+
+
+@dataclass(frozen=True)
+class Family:
+    """model_type, architecture: as config.json has them, the first of each is what we write.
+
+    prefix: of the names of the backbone's tensors; files of the backbone alone come without it. ignore: regular expressions of
+    tensors that hold nothing a model learns (tables of angles or masks that old versions saved).
+    """
+
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    to_model: Callable[[ConfigJson], Node]
+    to_config: Callable[[LanguageModel], Node]
+    rules: tuple[Rule, ...]
+    prefix: str = "model."
+    ignore: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+
+class NoPlace(Exception):
+    """A model that a family cannot hold; the text says what is in the way."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rule at work: the paths of its parameters in the stacked tree, and for each repeat the tensor that holds them.
+
+    shapes: of the parameters of one layer, without the axis of repeats and without padding of the vocabulary.
+    """
+
+    rule: Rule
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    stacked: bool
+
+
+def plan(family: Family, model: LanguageModel, declared: Mapping[str, Any]) -> list[Placed]:
+    """Where every declared parameter of the stacked tree is found. Raises NoPlace for one that the family has no tensor for."""
+    boxes = leaves(declared)
+    places: list[Placed] = []
+    free = [path for path in boxes if not _in_group(path)]
+    places += _match(family, model, "", free, boxes, (0,), stacked=False)
+    first = 0
+    for i, group in enumerate(model.groups):
+        for j in range(len(group.period)):
+            stem = f"g{i}/b{j}/"
+            numbers = tuple(first + n * len(group.period) + j for n in range(group.repeats))
+            inside = [path.removeprefix(stem) for path in boxes if path.startswith(stem)]
+            places += _match(family, model, stem, inside, boxes, numbers, stacked=True)
+        first += group.layers
+    return places
+
+
+def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by path name; of a declaration, its boxes."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_declared)[0]}
+
+
+def _in_group(path: str) -> bool:
+    return path[0] == "g" and path[1:].partition("/")[0].isdecimal()
+
+
+def _match(
+    family: Family,
+    model: LanguageModel,
+    stem: str,
+    inside: list[str],
+    boxes: Mapping[str, Declared],
+    numbers: tuple[int, ...],
+    *,
+    stacked: bool,
+) -> list[Placed]:
+    left, found = set(inside), []
+    for rule in family.rules:
+        if rule.of_layer != stacked or not left.issuperset(rule.ours):
+            continue
+        left -= set(rule.ours)
+        paths = tuple(stem + name for name in rule.ours)
+        shapes = tuple(_shape(model, path, boxes[path], stacked) for path in paths)
+        found.append(Placed(rule, paths, tuple(rule.theirs.format(i=n) for n in numbers), shapes, stacked))
+    if left:
+        name = sorted(left)[0]
+        raise NoPlace(f"{family.model_types[0]} has no tensor for the parameter {stem}{name}")
+    return found
+
+
+def _shape(model: LanguageModel, path: str, box: Declared, stacked: bool) -> Shape:
+    shape = tuple(box.value.shape[1:] if stacked else box.value.shape)
+    if path == "embed":
+        return (model.vocab_size, *shape[1:])
+    return (*shape[:-1], model.vocab_size) if path == "lm_head" else shape

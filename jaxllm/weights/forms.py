@@ -1,0 +1,134 @@
+"""How one tensor of a foreign checkpoint holds one or several of our parameters. Every form is read in both directions.
+
+Shapes are of one layer. PyTorch's Linear stores `[out, in]`, ours are einsum operands with the inputs first: `[d h k]`, `[h v d]`.
+Letters as everywhere: d model, h query heads, g kv heads, k head dim, v value dim, r latent, n nope part of a key.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+class Form(Protocol):
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        """The foreign tensor's shape, from those of our parameters."""
+        ...
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        """Foreign to ours; views where possible."""
+        ...
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Ours to foreign."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """As it is: embeddings, norms, sinks."""
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        return ours[0]
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensor]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return arrays[0]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A vector of all heads: biases `[h k]` as `[h k]` in one axis."""
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        return (math.prod(ours[0]),)
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensor.reshape(ours[0])]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return arrays[0].reshape(-1)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A Linear's weight `[out, in]`. inputs: how many of our first axes are summed over.
+
+    swap_halves: the two halves of each head's channels change places. Turning by the negative angle, as nanochat does, is turning by
+    the positive one with the halves swapped, and scores do not depend on the order of the channels.
+    """
+
+    inputs: int = 1
+    swap_halves: bool = False
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        return math.prod(ours[0][self.inputs :]), math.prod(ours[0][: self.inputs])
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        return [self._swapped(tensor.T.reshape(ours[0]))]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        (array,) = arrays
+        return self._swapped(array).reshape(math.prod(array.shape[: self.inputs]), -1).T
+
+    def _swapped(self, array: np.ndarray) -> np.ndarray:
+        return np.roll(array, array.shape[-1] // 2, axis=-1) if self.swap_halves else array
+
+
+@dataclass(frozen=True)
+class InOut:
+    """GPT-2's Conv1D: a weight `[in, out]`, already the way round that ours are."""
+
+    inputs: int = 1
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        return math.prod(ours[0][: self.inputs]), math.prod(ours[0][self.inputs :])
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensor.reshape(ours[0])]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return arrays[0].reshape(self.shape([arrays[0].shape]))
+
+
+@dataclass(frozen=True)
+class Side:
+    """Several of ours side by side on the last axis of one tensor, each flattened by `form`: GPT-2's c_attn holds q, k and v."""
+
+    form: InOut | Flat
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        parts = [self.form.shape([shape]) for shape in ours]
+        return (*parts[0][:-1], sum(part[-1] for part in parts))
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        ends = np.cumsum([self.form.shape([shape])[-1] for shape in ours])[:-1]
+        pieces = np.split(tensor, ends, axis=-1)
+        return [self.form.split(piece, [shape])[0] for piece, shape in zip(pieces, ours, strict=True)]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([self.form.join([array]) for array in arrays], axis=-1)
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """MLA's kv_b_proj `[h (n + v), r]`: each head's n key rows, then its v value rows; ours are `[r h n]` and `[r h v]`."""
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        r, h, _ = ours[0]
+        return h * sum(shape[2] for shape in ours), r
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        r, h, n = ours[0]
+        rows = tensor.reshape(h, -1, r).transpose(2, 0, 1)
+        return [rows[:, :, :n], rows[:, :, n:]]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        rows = np.concatenate(list(arrays), axis=2)  # [r h n+v]
+        return rows.transpose(1, 2, 0).reshape(-1, rows.shape[0])

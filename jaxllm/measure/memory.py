@@ -1,11 +1,14 @@
-"""Bytes, counted from shapes alone: nothing here allocates an array."""
+"""Bytes, counted from shapes alone, and whether they fit: nothing here allocates an array."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
+
+from jaxllm.errors import UserError
 
 
 def tree_bytes(tree: Any) -> int:
@@ -42,3 +45,34 @@ def saved_for_backward(loss: Callable[..., jax.Array], params: Any, *args: Any) 
         aval: Any = var.aval
         total += aval.size * jnp.dtype(aval.dtype).itemsize
     return total
+
+
+def free_bytes(device: jax.Device) -> int | None:
+    """Bytes this device can still hand out; on CPU the host's free memory, which all its devices share. None = not known."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    if device.platform != "cpu":
+        return None
+    lines = _lines(Path("/proc/meminfo"))
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    # A container may have less than its host; its limit counts the page cache too, which is given back when needed.
+    free += [int(line) for line in _lines(Path("/sys/fs/cgroup/memory.max")) if line.strip().isdigit()]
+    return min(free) // len(jax.local_devices()) if free else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def check_room(needed: int, device: jax.Device, parts: str, fix: str) -> None:
+    """Refuse, before anything is allocated, what cannot fit. `needed`: bytes more than the device holds now."""
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise UserError(
+            f"memory: {needed / 2**30:,.1f} GiB are needed on each {device.device_kind} device ({parts}),"
+            f" {free / 2**30:,.1f} GiB are free; {fix}"
+        )

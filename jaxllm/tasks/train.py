@@ -29,6 +29,7 @@ from jaxllm.inference.generate import Generator, sample_text
 from jaxllm.measure import plots
 from jaxllm.measure.chips import peak_flops
 from jaxllm.measure.environment import environment
+from jaxllm.measure.memory import check_room, shard_bytes
 from jaxllm.measure.trackers import Tracker
 from jaxllm.mesh import build_mesh
 from jaxllm.model import LanguageModel
@@ -176,8 +177,14 @@ def _state(
     declared: Mapping[str, Any],
 ) -> tuple[TrainState, dict[str, Any]]:
     """A new state, or that of the newest whole checkpoint, and what was written beside it."""
+    abstract = abstract_state(model, optimiser, mesh=mesh, rules=rules, declared=declared)
+    check_room(
+        shard_bytes(abstract),
+        jax.local_devices()[0],
+        "parameters and optimiser state",
+        "split them over more devices (mesh.axes.fsdp) or make the model smaller",
+    )
     if io.resume and checkpoints.latest() is not None:
-        abstract = abstract_state(model, optimiser, mesh=mesh, rules=rules, declared=declared)
         state, meta, step = checkpoints.restore(abstract, warn=io.log)
         io.log(f"resume: from step {step}")
         return state, meta

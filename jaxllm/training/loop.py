@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jaxllm.checkpoint import Checkpoints
 from jaxllm.data.loader import Loader
 from jaxllm.errors import UserError
+from jaxllm.measure.memory import check_room
 from jaxllm.measure.trackers import Tracker
 from jaxllm.mesh import Rules, batch_sharding, check_batch, use_mesh
 from jaxllm.model import LanguageModel
@@ -218,9 +219,22 @@ class Loop:
         compiled, seconds = compile_step(step, state, place(batch, self.mesh, self.rules), self.mesh)
         self.compile_s += seconds
         self._new_compile_s = seconds
+        self._check_room(stage, compiled)
         self._flops = step_flops(stage.model, stage.batch_size, stage.seq_len)
         self.clock.start_stage()
         return compiled
+
+    def _check_room(self, stage: Stage, compiled: Any) -> None:
+        """Before the first step: gradients, activations and scratch space, as the compiler planned them, must fit."""
+        plan = compiled.memory_analysis()
+        if plan is not None:  # not every backend tells
+            rows = stage.batch_size // stage.accumulate
+            check_room(
+                int(plan.temp_size_in_bytes),
+                jax.local_devices()[0],
+                f"gradients and activations of {rows} x {stage.seq_len} tokens",
+                "raise train.accumulate, lower train.batch_size or train.seq_len, or set model.remat=full",
+            )
 
     # ---- after a step
     # --------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Subword tokenizers through the `tokenizers` library: a byte-level BPE trained on the corpus; any tokenizer.json."""
 
+import functools
 import hashlib
+import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,22 +28,54 @@ BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<s>", "<bos>", "<\uff5cbegin\u2581
              "[CLS]", "[BOS]")
 
 
-class JsonTokenizer(Tokenizer):
-    """A tokenizer held by the `tokenizers` library in its own JSON format."""
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 
-    def __init__(self, library: Library, eos_id: int, bos_id: int | None = None, pad_id: int | None = None):
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer held by the `tokenizers` library in its own JSON format.
+
+    bos_id: of the token that starts every document, None where none does. companions: the texts of files that travel with it.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        eos_id: int,
+        bos_id: int | None = None,
+        pad_id: int | None = None,
+        companions: Mapping[str, str] | None = None,
+    ):
         library.no_padding()
         library.no_truncation()  # published files often truncate at the length of their model
         library.encode_special_tokens = True  # text that spells a special token is text
         self.library = library
         self.pieces, self.strip_space = byte_pieces(library)
         self.eos_id, self.bos_id, self.pad_id = eos_id, bos_id, pad_id
+        self.companions = dict(companions or {})
         for name, value in (("eos_id", eos_id), ("bos_id", bos_id), ("pad_id", pad_id)):
             if value is None and name != "eos_id":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(self.pieces):
+            if not self._is_id(value):
                 raise UserError(f"tokenizer {name}={value!r}: must be an id of the vocabulary "
                                 f"(0..{len(self.pieces) - 1})")
+        self._stop_ids = self._read_stop_ids()
+
+    def _is_id(self, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.pieces)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._stop_ids
+
+    def _read_stop_ids(self) -> tuple[int, ...]:
+        """`eos_id`, then the `eos_token_id` of generation_config.json: one id, or a list of them."""
+        named = parsed(self.companions.get("generation_config.json")).get("eos_token_id")
+        more = named if isinstance(named, list) else [] if named is None else [named]
+        for value in more:
+            if not self._is_id(value):
+                raise UserError(f"generation_config.json: eos_token_id={named!r} is not in the tokenizer's vocabulary "
+                                f"(0..{len(self.pieces) - 1})")
+        return tuple(dict.fromkeys([self.eos_id, *more]))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:
@@ -51,14 +85,45 @@ class JsonTokenizer(Tokenizer):
                 utf8(text)  # names the character
             raise
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Special tokens and their ids."""
+        return {t.content: i for i, t in self.library.get_added_tokens_decoder().items() if t.special}
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a text in which special tokens stand for themselves: what a chat template wrote, never what a user did."""
+        return list(self._marked.encode(text, add_special_tokens=False).ids)
+
+    @functools.cached_property
+    def _marked(self) -> Library:
+        library = Library.from_str(self.library.to_str())
+        library.encode_special_tokens = False
+        return library
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         write_sidecar(folder, {"kind": "json", "eos_id": self.eos_id, "bos_id": self.bos_id, "pad_id": self.pad_id})
         (Path(folder) / "tokenizer.json").write_text(self.library.to_str(pretty=True), encoding="utf-8")
+        for name, text in self.companions.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path, eos_id: Any, bos_id: Any = None, pad_id: Any = None) -> "JsonTokenizer":
         """Reads a tokenizer.json. Raises UserError when the file is missing, broken or lacks an id."""
-        return cls(open_library(path), eos_id, bos_id, pad_id)
+        return cls(open_library(path), eos_id, bos_id, pad_id, read_companions(path.parent))
+
+
+def read_companions(folder: Path) -> dict[str, str]:
+    """The files that travel with a tokenizer.json."""
+    return {name: read_text(folder / name) for name in COMPANIONS if (folder / name).is_file()}
+
+
+def parsed(text: str | None) -> dict[str, Any]:
+    """A companion's JSON object; empty where there is none."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        raise UserError("a JSON file beside the tokenizer is not valid JSON") from None
+    return value if isinstance(value, dict) else {}
 
 
 def open_library(path: Path) -> Library:
@@ -170,15 +235,31 @@ class TokenizerFile(TokenizerSpec):
     def fit(self, texts: Iterable[str], base: Path, log: Log = None) -> JsonTokenizer:
         path = self._file(base)
         library = open_library(path)
+        companions = read_companions(path.parent)
         beside = path.with_name("tokenizer_config.json")
         declared = read_json(beside) if beside.is_file() else {}
         declared = declared if isinstance(declared, dict) else {}
         eos = find_special(library, "eos", self.eos, declared, EOS_NAMES, path)
         if eos is None:
             raise UserError(f"{path}: no end-of-document token found; name one with data.tokenizer.eos=TOKEN")
-        return JsonTokenizer(library, eos_id=eos,
-                             bos_id=find_special(library, "bos", self.bos, declared, BOS_NAMES, path),
-                             pad_id=find_special(library, "pad", None, declared, (), path))
+        bos = find_special(library, "bos", self.bos, declared, BOS_NAMES, path)
+        if self.bos is None and bos is not None and not starts_with(library, bos, declared):
+            bos = None
+        return JsonTokenizer(library, eos_id=eos, bos_id=bos,
+                             pad_id=find_special(library, "pad", None, declared, (), path), companions=companions)
+
+
+def starts_with(library: Library, bos: int, declared: dict[str, Any]) -> bool:
+    """Whether this tokenizer begins its texts with `bos`. Many files declare such a token and never write it.
+
+    What the folder says (`add_bos_token`) counts first, then what the tokenizer's own last step does; a bare file without either has
+    the token for a reason.
+    """
+    if isinstance(said := declared.get("add_bos_token"), bool):
+        return said
+    if library.post_processor is not None:
+        return library.encode("", add_special_tokens=True).ids[:1] == [bos]
+    return not declared
 
 
 def find_special(library: Library, role: str, asked: str | None, declared: dict[str, Any], usual: Sequence[str],

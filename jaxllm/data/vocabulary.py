@@ -7,8 +7,9 @@ text and a whole one cannot differ, and bits per byte count the bytes that reall
 import abc
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,18 @@ class Tokenizer(abc.ABC):
     bos_id: int | None
     pad_id: int | None
     strip_space: bool  # SentencePiece kinds: the encoder itself put a space before the text; decoding takes it off
+    # Files that a publisher keeps beside the tokenizer (chat template, generation settings), by name: they travel with it.
+    companions: Mapping[str, str] = MappingProxyType({})
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return len(self.pieces)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation: `eos_id`, and whatever else the publisher's generation settings name."""
+        return (int(self.eos_id),)
 
     @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

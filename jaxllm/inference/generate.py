@@ -38,7 +38,7 @@ class Generator:
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         # An id the tokenizer does not know has no text, so it must not be drawn either.
         self.vocab_size = min(model.vocab_size, tokenizer.vocab_size) if tokenizer is not None else model.vocab_size
-        self.stop = () if tokenizer is None else (int(tokenizer.eos_id),)
+        self.stop = () if tokenizer is None else tokenizer.stop_ids
         self.programs = Programs(model.unrolled(), self.vocab_size)
 
     @property

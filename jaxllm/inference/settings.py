@@ -10,7 +10,9 @@ class GenerateSettings:
     Exactly one of the three prompts counts; none at all, or an empty one, starts from the token that begins a document.
     prompt: text. prompt_ids: token ids, taken as they are. prompts: a jsonl file, one object a line with a `prompt` or
     `prompt_ids`.
-    max_new_tokens: stop after this many new tokens, or earlier at the end-of-document token.
+    chat: true puts `prompt` (and each `prompt` of a file) through the chat template that came with the model, as what a user says;
+    system: what the system message before it says.
+    max_new_tokens: stop after this many new tokens, or earlier at a token that ends a document or a turn.
     temperature: 0 = always the most likely token. top_k: 0 = off. top_p: in (0, 1], 1 = off. min_p: in [0, 1], 0 = off.
     See `jaxllm.inference.sampling` for the order in which they act.
     seed: row i of a prompts file draws as `seed + i` would alone.
@@ -20,6 +22,8 @@ class GenerateSettings:
     prompt: str | None = None
     prompt_ids: list[int] | None = None
     prompts: str | None = None
+    chat: bool = False
+    system: str | None = None
     max_new_tokens: int = 128
     temperature: float = 0.8
     top_k: int = 0

@@ -32,13 +32,16 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         raise UserError("source: missing; give source=<run folder or checkpoint>")
     typed = {k: v for k, v in cfg.explicit.items() if k.split(".")[0] in ("model", "train")}
     source = open_source(cfg.path(cfg.source), overrides=typed, allow_targets=cfg.allow_targets, warn=io.log)
+    tokenizer = source.tokenizer
+    if tokenizer is None:
+        raise UserError(f"source={cfg.source}: has no tokenizer, so text cannot be read in its tokens")
     settings: TrainSettings = source.config.section("train")
     place = cfg.section("mesh")
     mesh = build_mesh(place.axes, axis_type=place.axis_type)
     check_batch(settings.batch_size, mesh, place.rules)
 
     text, foreign = _text(cfg, source.config)
-    changes: dict[str, Any] = {"tokenizer": Fixed(source.tokenizer)}
+    changes: dict[str, Any] = {"tokenizer": Fixed(tokenizer)}
     if foreign and "data.val_every" not in cfg.explicit:
         changes["val_every"] = 0
     corpus = dataclasses.replace(text, **changes).prepare(io.log, cfg.original_cwd)
@@ -49,7 +52,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     params = jax.device_put(source.params, param_shardings(declare(source.model), mesh, place.rules))
     evaluator = Evaluator(
         source.model,
-        source.tokenizer.token_bytes(),
+        tokenizer.token_bytes(),
         mesh=mesh,
         rules=place.rules,
         shards=batch_shards(mesh, place.rules),
@@ -75,6 +78,7 @@ def _text(cfg: Config, trained: Config) -> tuple[Text, bool]:
     """What to evaluate on, and whether the command named it. Typed `data.*` keys change the run's own data node where
     they are of its kind; else they belong to the kind that was chosen (or the usual one)."""
     keys = {k: v for k, v in cfg.explicit.items() if k.startswith("data.")}
-    if "data" in typed_groups(cfg) or (keys and cfg["data._target_"] != trained["data._target_"]):
+    own = trained.get("data._target_")  # a foreign checkpoint has no text of its own
+    if own is None or "data" in typed_groups(cfg) or (keys and cfg["data._target_"] != own):
         return cfg.build("data"), True
     return trained.replace(keys).build("data"), bool(keys)

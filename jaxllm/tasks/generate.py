@@ -9,7 +9,9 @@ import json
 from typing import Any, NamedTuple
 
 from jaxllm.config import Config
+from jaxllm.data.vocabulary import Tokenizer
 from jaxllm.errors import UserError
+from jaxllm.inference.chat import ChatTemplate
 from jaxllm.inference.generate import Generator, start_ids
 from jaxllm.inference.sampling import SamplingParams
 from jaxllm.inference.settings import GenerateSettings
@@ -31,11 +33,10 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     sampling = _check(settings, cfg.source)
     asked = _asked(settings, cfg)
     overrides = {key: value for key, value in cfg.explicit.items() if key.startswith("model.")}
-    source = open_source(
-        cfg.path(cfg.source), overrides=overrides, allow_targets=cfg.allow_targets, warn=io.log
-    )
+    source = open_source(cfg.path(cfg.source), overrides=overrides, allow_targets=cfg.allow_targets, warn=io.log)
     generator = Generator(source.model, source.tokenizer)
-    prompts = [_ids(row, generator, settings.max_new_tokens) for row in asked]
+    chat = _chat(settings, source.tokenizer)
+    prompts = [_ids(row, generator, settings, chat) for row in asked]
     weights = generator.prepare(source.params)
     io.log(f"checkpoint {source.folder} (step {source.step})")
 
@@ -51,15 +52,17 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
 def _check(settings: GenerateSettings, source: str | None) -> SamplingParams:
     """Everything that can be refused before a checkpoint is read."""
     if source is None:
-        raise UserError("source: missing; give source=<run folder or checkpoint>")
+        raise UserError("source: missing; give source=<run folder, checkpoint, Hugging Face folder or GGUF file>")
     given = [key for key in ("prompt", "prompt_ids", "prompts") if getattr(settings, key) is not None]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)}: give only one of them")
+    if settings.system is not None and not settings.chat:
+        raise UserError("system: is part of a chat; add chat=true")
+    if settings.chat and not settings.prompt and settings.prompts is None:
+        raise UserError("chat: needs prompt=TEXT, what the user says, or prompts=FILE")
     if settings.max_new_tokens < 1:
         raise UserError(f"max_new_tokens={settings.max_new_tokens}: must be at least 1")
-    return SamplingParams(
-        settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed
-    ).check()
+    return SamplingParams(settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed).check()
 
 
 class Asked(NamedTuple):
@@ -99,12 +102,27 @@ def _line(line: str, where: str) -> Asked:
     raise UserError(f'{where}expected {{"prompt": "text"}} or {{"prompt_ids": [1, 2]}}')
 
 
-def _ids(asked: Asked, generator: Generator, max_new_tokens: int) -> list[int]:
+def _chat(settings: GenerateSettings, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    if not settings.chat:
+        return None
+    if tokenizer is None:
+        raise UserError("chat: this source has no tokenizer, so text cannot be read")
+    return ChatTemplate(tokenizer)
+
+
+def _ids(asked: Asked, generator: Generator, settings: GenerateSettings, chat: ChatTemplate | None) -> list[int]:
     """The ids of a prompt, checked against vocabulary and length."""
-    assert generator.tokenizer is not None
     try:
-        ids = list(asked.ids) if asked.ids else start_ids(generator.tokenizer, asked.text or "")
-        generator.check([ids], max_new_tokens)
+        if asked.ids:
+            ids = list(asked.ids)
+        elif generator.tokenizer is None:
+            raise UserError("prompt: this source has no tokenizer; give prompt_ids=[...]")
+        elif chat is not None:
+            system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+            ids = chat.encode([*system, {"role": "user", "content": asked.text or ""}])
+        else:
+            ids = start_ids(generator.tokenizer, asked.text or "")
+        generator.check([ids], settings.max_new_tokens)
     except UserError as error:
         raise UserError(f"{asked.where}{error}") from error
     return ids
@@ -122,7 +140,7 @@ def _one(
         io.err.write(printable(text))
         io.err.flush()
 
-    if settings.prompt:
+    if settings.prompt and not settings.chat:
         show(0, settings.prompt)
     common: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "sampling": sampling}
     rows, stats = generator.generate(weights, [ids], cache=settings.cache, on_text=show, **common)

@@ -1,8 +1,8 @@
-"""`source=`: a run folder, or one checkpoint of it, turned into a model that can run.
+"""`source=`: a run folder, one checkpoint of it, a Hugging Face folder or a GGUF file, turned into a model that can run.
 
-A checkpoint needs nothing beside itself: its meta holds the whole configuration and the tokenizer's files, so a
+A checkpoint of ours needs nothing beside itself: its meta holds the whole configuration and the tokenizer's files, so a
 checkpoint copied alone works. It may come from anybody: it is data, only jaxllm.* and optax.* targets are built from
-its configuration, and its shapes are compared with the model's before anything runs.
+its configuration, and its shapes are compared with the model's before anything runs. Foreign checkpoints are read by `jaxllm.weights`.
 """
 
 import re
@@ -13,13 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxllm.checkpoint import Checkpoints, read_meta
-from jaxllm.config import Config
+from jaxllm.config import Config, set_key
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.errors import UserError
+from jaxllm.mesh import Rules
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, is_declared, path_name
+from jaxllm.targets import SAVED_TARGETS
+from jaxllm.weights.load import read_node, read_params
+from jaxllm.weights.open import is_foreign, open_tensors
+from jaxllm.weights.tensors import TensorSource, widest_dtype
 
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # folders inside a run folder
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -28,15 +34,17 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class Source:
-    """A trained model. params: the stacked tree as numpy arrays, in the dtypes of the checkpoint.
+    """A trained model. params: the stacked tree, numpy arrays in the dtypes of the checkpoint, or on devices where a mesh was given.
 
-    config: of the run that made it. step: optimiser steps it has seen. folder: the checkpoint. meta: all it says.
+    config: of the run that made it; of a foreign checkpoint, its model alone. tokenizer: None where a foreign one has none. step:
+    optimiser steps it has seen. folder: the checkpoint. meta: all it says; `meta["hf"]` is where it came from, if from elsewhere: the
+    `config` of its config.json, and the `dtype` of its tensors.
     """
 
     config: Config
     model: LanguageModel
     params: dict[str, Any]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     step: int
     folder: Path
     meta: dict[str, Any]
@@ -48,20 +56,25 @@ def open_source(
     overrides: Mapping[str, Any] | None = None,
     allow_targets: tuple[str, ...] = (),
     warn: Callable[[str], None] | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
 ) -> Source:
-    """Open a run folder (its newest whole checkpoint), its `checkpoints` folder, or one checkpoint.
+    """Open a run folder (its newest whole checkpoint), its `checkpoints` folder, one checkpoint, a Hugging Face folder or a GGUF file.
 
     Args:
         overrides: dotted keys of the saved configuration to set anew (`{"model.logit_softcap": 30.0}`). One that
             changes the shape of a parameter is refused.
         allow_targets: prefixes of targets that may be built besides jaxllm.* and optax.*.
         warn: told in one line of damaged checkpoints that were passed over.
+        mesh, rules: where the parameters of a foreign checkpoint go, shard by shard; without, one device.
 
     Raises:
         UserError: nothing there, nothing whole, or not a model of this program; the line starts with the source.
     """
     path = Path(source)
     try:
+        if is_foreign(path):
+            return _open_foreign(path, overrides or {}, allow_targets, warn, mesh, rules)
         params, meta, step, folder = _read(path, warn)
         tokenizer = _tokenizer(meta, folder)
         if not isinstance(text := meta.get("config"), str):
@@ -74,12 +87,45 @@ def open_source(
     return Source(config, model, params, tokenizer, step, folder, meta)
 
 
-def build_model(config: Config, tokenizer: Tokenizer) -> LanguageModel:
+def _open_foreign(
+    path: Path,
+    overrides: Mapping[str, Any],
+    allow_targets: tuple[str, ...],
+    warn: Callable[[str], None] | None,
+    mesh: Mesh | None,
+    rules: Rules | None,
+) -> Source:
+    tensors = open_tensors(path)
+    tree: dict[str, Any] = {"model": read_node(tensors, warn)}
+    for key, value in overrides.items():
+        set_key(tree, key, value)
+    config = Config(tree, allow=(*SAVED_TARGETS, *allow_targets), explicit=overrides)
+    model = config.build("model")
+    params = read_params(tensors, model, mesh=mesh, rules=rules)
+    meta = {"hf": {"config": tensors.config, "dtype": widest_dtype(tensors)}}
+    return Source(config, model, params, foreign_tokenizer(tensors, warn), 0, path, meta)
+
+
+def foreign_tokenizer(tensors: TensorSource, warn: Callable[[str], None] | None = None) -> Tokenizer | None:
+    """The tokenizer of a foreign checkpoint; None, and a line that says why, where there is none that can be read."""
+    try:
+        files = {name: data.decode("utf-8") for name, data in tensors.tokenizer_files().items()}
+        if "tokenizer.json" in files:
+            return unpack_tokenizer(files)
+        reason = "holds no tokenizer.json"
+    except (UserError, UnicodeDecodeError) as error:
+        reason = str(error)
+    if warn is not None:
+        warn(f"{tensors.where}: {reason}, so text cannot be read or written, only token ids")
+    return None
+
+
+def build_model(config: Config, tokenizer: Tokenizer | None) -> LanguageModel:
     """The model of a configuration. Its vocabulary is the tokenizer's unless the configuration sets a larger one."""
-    size = config.get("model.vocab_size") or tokenizer.vocab_size
-    if size < tokenizer.vocab_size:
-        raise UserError(f"model.vocab_size={size}: smaller than the tokenizer's {tokenizer.vocab_size} ids;"
-                        " leave it out or raise it")
+    ids = 0 if tokenizer is None else tokenizer.vocab_size
+    size = config.get("model.vocab_size") or ids
+    if size < ids:
+        raise UserError(f"model.vocab_size={size}: smaller than the tokenizer's {ids} ids; leave it out or raise it")
     return config.build("model", vocab_size=size)
 
 
@@ -106,9 +152,13 @@ def unpack_tokenizer(files: Any) -> Tokenizer:
 def _read(path: Path, warn: Callable[[str], None] | None) -> tuple[dict[str, Any], dict[str, Any], int, Path]:
     """(params, meta, step, checkpoint folder) of whatever `path` is."""
     if not path.exists():
-        raise UserError("no such folder; give a run folder or a checkpoint inside one")
+        raise UserError(
+            "no such folder; give a run folder, a checkpoint inside one, a Hugging Face folder or a GGUF file"
+        )
     if not path.is_dir():
-        raise UserError("is a file; give a run folder or a checkpoint inside one")
+        raise UserError(
+            "is a file, and no GGUF file; give a run folder, a checkpoint inside one, a Hugging Face folder or a GGUF file"
+        )
     if UNFINISHED in path.name:
         raise UserError("this checkpoint was never finished; give the run folder to use the newest whole one")
     if (path / CHECKPOINTS).is_dir() or path.name == CHECKPOINTS:
@@ -118,7 +168,9 @@ def _read(path: Path, warn: Callable[[str], None] | None) -> tuple[dict[str, Any
         params, meta, step = runs.restore_params(warn=warn)
         return params, meta, step, runs.path(step)
     if not any((path / part).exists() for part in ("state", "meta")):
-        raise UserError("is neither a run folder (it has no checkpoints) nor a checkpoint")
+        raise UserError(
+            "is neither a run folder (it has no checkpoints), a checkpoint, nor a Hugging Face folder (no config.json)"
+        )
     meta = read_meta(path)
     if path.name.isdecimal():
         params, meta, step = Checkpoints(path.parent).restore_params(int(path.name), warn=warn)
@@ -130,10 +182,10 @@ def _read(path: Path, warn: Callable[[str], None] | None) -> tuple[dict[str, Any
     return params, meta, int(meta.get("step", 0)), path
 
 
-def _tokenizer(meta: Mapping[str, Any], folder: Path) -> Tokenizer:
-    """From the checkpoint, or from the run folder around it."""
+def _tokenizer(meta: Mapping[str, Any], folder: Path) -> Tokenizer | None:
+    """From the checkpoint, or from the run folder around it. A converted checkpoint may say that there is none."""
     if "tokenizer" in meta:
-        return unpack_tokenizer(meta["tokenizer"])
+        return None if meta["tokenizer"] is None and "hf" in meta else unpack_tokenizer(meta["tokenizer"])
     beside = folder.parent.parent / TOKENIZER
     if folder.parent.name == CHECKPOINTS and beside.is_dir():
         return load_tokenizer(beside)
@@ -148,5 +200,7 @@ def _check_shapes(model: LanguageModel, params: Mapping[str, Any]) -> None:
     for name in [*wanted, *found]:
         want, have = wanted.get(name, "none"), found.get(name, "none")
         if want != have:
-            raise UserError(f"parameter {name}: the configuration makes it {want}, the checkpoint holds {have};"
-                            " fields that change shapes cannot be changed here")
+            raise UserError(
+                f"parameter {name}: the configuration makes it {want}, the checkpoint holds {have};"
+                " fields that change shapes cannot be changed here"
+            )

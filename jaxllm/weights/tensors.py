@@ -50,3 +50,11 @@ class TensorSource(Protocol):
     def tokenizer_files(self) -> dict[str, bytes]:
         """Those of `TOKENIZER_FILES` that are there."""
         ...
+
+
+def widest_dtype(source: TensorSource) -> str:
+    """The dtype that holds every tensor of a checkpoint exactly: that of all of them, or float32 where they differ."""
+    kinds = {source.dtype(name).name for name in source.names()} & set(WEIGHT_DTYPES)
+    if "float64" in kinds:
+        return "float64"
+    return kinds.pop() if len(kinds) == 1 else "float32"

@@ -175,7 +175,7 @@ def test_wrong_sources_are_one_line(trained, tmp_path):
     empty.mkdir()
     file.write_text("x")
     assert f"source={gone}: no such folder" in refused(gone)
-    assert "is neither a run folder (it has no checkpoints) nor a checkpoint" in refused(empty)
+    assert "is neither a run folder (it has no checkpoints), a checkpoint, nor a Hugging Face folder" in refused(empty)
     assert "is a file" in refused(file)
     (empty / "checkpoints").mkdir()
     assert "holds no checkpoint yet" in refused(empty)

@@ -26,6 +26,14 @@ from jaxllm.nodes import Nodes
 from jaxllm.targets import is_node, suggest
 
 CONFIG_NAME = "config"
+
+
+def _scaled(size: Any, _root_: Any) -> int:
+    return round(float(size) * int(_root_.get("scale", 1)))
+
+
+# In a study's yaml: `d_model: ${scaled:64}` grows with the command line's scale=N.
+OmegaConf.register_new_resolver("scaled", _scaled, replace=True)
 _VALUE_KEY = re.compile(r"^(\+{0,2})([A-Za-z_][\w.-]*)=")
 
 

@@ -36,6 +36,7 @@ class Common:
     name: str | None = None
     run_dir: str | None = None
     resume: bool = False
+    scale: int = 1
     source: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     platform: Literal["cpu", "gpu", "tpu"] | None = None
@@ -50,6 +51,8 @@ class Common:
             raise UserError(f"cpu_devices={self.cpu_devices}: expected at least 1")
         if self.seed < 0:
             raise UserError(f"seed={self.seed}: expected 0 or more")
+        if self.scale < 1:
+            raise UserError(f"scale={self.scale}: expected at least 1")
 
 
 def common_keys(tree: Mapping[str, Any]) -> Common:

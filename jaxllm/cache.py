@@ -20,7 +20,7 @@ from jaxllm.errors import UserError
 class KVCache:
     """Contiguous keys `[b, g, s, k]` and values `[b, g, s, v]`; the token at position p lies at index p of s.
 
-    There is no axis g where there is one kv head: see `_per_head` in `jaxllm/ops/attention.py`.
+    There is no axis g where there is one kv head: see `per_head` in `jaxllm/ops/attention.py`.
     """
 
     k: Array
@@ -34,6 +34,25 @@ class KVCache:
     @property
     def capacity(self) -> int:
         return self.k.shape[-2]
+
+
+@struct.dataclass
+class LatentCache:
+    """Latents `[b, s, r]` after their norm and shared keys `[b, s, o]` after their rotation (MLA); position p lies at index p of s.
+
+    Two arrays, because attention reads the latents twice and the keys once, and a slice of one array would be copied.
+    """
+
+    latent: Array
+    key: Array
+
+    @classmethod
+    def zeros(cls, b: int, s: int, r: int, o: int, dtype: Any) -> "LatentCache":
+        return cls(jnp.zeros((b, s, r), dtype), jnp.zeros((b, s, o), dtype))
+
+    @property
+    def capacity(self) -> int:
+        return self.latent.shape[-2]
 
 
 def write(buffer: Array, update: Array, positions: Array, valid: Array) -> Array:

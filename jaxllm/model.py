@@ -345,8 +345,9 @@ class LanguageModel(nn.Module, kw_only=True):
 
     def head(self, hidden: Array) -> Array:
         """Logits `[.., padded_vocab]`; ids past `vocab_size` get a value no sampler picks and no softmax counts."""
-        w = (self.embed.T if self.tie_embeddings else self.lm_head).astype(self.compute_dtype)
-        logits = jnp.einsum("...d,dv->...v", hidden, w, preferred_element_type=jnp.float32)
+        # A tied matrix is used as it lies: for `hidden @ embed.T` with one row, XLA on CPU makes a naive loop instead of a product.
+        w, product = (self.embed, "...d,vd->...v") if self.tie_embeddings else (self.lm_head, "...d,dv->...v")
+        logits = jnp.einsum(product, hidden, w.astype(self.compute_dtype), preferred_element_type=jnp.float32)
         if self.logit_scale is not None:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:

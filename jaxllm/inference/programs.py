@@ -92,9 +92,14 @@ class Programs:
         return self._head(weights, out.hidden, lengths)
 
     def _head(self, weights: Any, hidden: Array, new: Array) -> Array:
-        """Logits [b v] after the last of `new` valid places of hidden [b t d]: no other place needs the head."""
-        last = jnp.take_along_axis(hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
-        return self._apply(weights, "head", last)[:, 0]
+        """Logits [b v] after the last of `new` valid places of hidden [b t d]: no other place needs the head.
+
+        The barrier keeps XLA from pulling the choice of that place, and the norm before it, into the product with the head: on CPU
+        the largest matrix of all would then be read by a naive loop that makes the norm again for every logit.
+        """
+        if hidden.shape[1] > 1:
+            hidden = jnp.take_along_axis(hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
+        return self._apply(weights, "head", jax.lax.optimization_barrier(hidden))[:, 0]
 
     def _draw(
         self, logits: Array, progress: Progress, rows: Sampling, stop: Array

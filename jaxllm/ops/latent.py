@@ -23,6 +23,7 @@ from jaxllm.ops.attention import LOWEST, attention_naive
 from jaxllm.ops.blockwise import State, online_finish, online_start, online_step
 
 BLOCK = 512  # latents expanded at a time: their keys and values stay near the cores, whatever the length of the cache
+QUERIES = 256  # queries that meet a block of latents at a time
 DIRECT = 16  # so few queries hold their scores on the whole cache at once
 
 
@@ -97,6 +98,7 @@ def attend_latents(
     *,
     scale: float,
     block: int = BLOCK,
+    queries: int = QUERIES,
     direct: int = DIRECT,
     absorbed: bool | None = None,
 ) -> Array:
@@ -119,21 +121,53 @@ def attend_latents(
         q = jnp.concatenate([absorb(q_n, up_k), turned], axis=-1)[:, None]
     else:  # h kv heads, each with its own query head
         q = jnp.concatenate([q_n.transpose(0, 2, 1, 3), turned], axis=-1)[:, :, None]
-    size = min(block, s)
-
-    def meet(i: Array, state: State) -> State:
-        start = jnp.minimum(
-            i * size, s - size
-        )  # the last block may overlap the one before it: its first keys are masked
-        here, shared = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (c, k_r))
-        index = start + jnp.arange(size, dtype=jnp.int32)
-        seen = (index >= i * size) & (index <= positions[:, :, None]) & valid[:, :, None]
-        keys, values = (jnp.concatenate([here, shared], -1), here) if absorbed else expand(here, shared, up_k, up_v)
-        return online_step(state, q, keys, values, seen, scale, None)
-
-    state = online_start((*q.shape[:-1], r if absorbed else v), None)
-    blocks = jnp.max(jnp.where(valid, positions, 0)) // size + 1
-    out, _ = online_finish(jax.lax.fori_loop(0, jnp.minimum(blocks, -(-s // size)), meet, state), q.dtype)
+    places = jnp.where(valid, positions, -1)
+    out = _by_blocks(q, c, k_r, up_k, up_v, places, scale, absorbed, min(block, s), min(queries, t))
     if absorbed:
         return unabsorb(out[:, 0], up_v)
     return out[:, :, 0].transpose(0, 2, 1, 3)
+
+
+def _by_blocks(
+    q: Array,
+    c: Array,
+    k_r: Array,
+    up_k: Array,
+    up_v: Array,
+    places: Array,
+    scale: float,
+    absorbed: bool,
+    size: int,
+    step: int,
+) -> Array:
+    """`q [b g r t k]` at `places [b t]` (-1: sees nothing) on the cache, `size` latents and `step` queries at a time.
+
+    Latents are the outer loop: each is expanded once a call. A block of queries joins in where its last query sees the latents.
+    """
+    t, s = q.shape[3], c.shape[1]
+    count, extra = -(-t // step), -t % step
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, extra), (0, 0)))
+    q = jnp.moveaxis(q.reshape(*q.shape[:3], count, step, q.shape[-1]), 3, 0)
+    places = jnp.pad(places, ((0, 0), (0, extra)), constant_values=-1)
+    rows = jnp.moveaxis(places.reshape(places.shape[0], count, step), 1, 0)
+    start = online_start((*q.shape[1:-1], c.shape[-1] if absorbed else up_v.shape[-1]), None)
+
+    def meet(i: Array, states: State) -> State:
+        first = jnp.minimum(
+            i * size, s - size
+        )  # the last block may overlap the one before it: what it repeats is masked
+        here, shared = (lax.dynamic_slice_in_dim(x, first, size, 1) for x in (c, k_r))
+        keys, values = (jnp.concatenate([here, shared], -1), here) if absorbed else expand(here, shared, up_k, up_v)
+        index = first + jnp.arange(size, dtype=jnp.int32)
+
+        def one(j: Array, states: State) -> State:
+            seen = (index >= i * size) & (index <= rows[j][:, :, None])
+            new = online_step(jax.tree.map(lambda x: x[j], states), q[j], keys, values, seen, scale, None)
+            return jax.tree.map(lambda x, y: x.at[j].set(y), states, new)
+
+        return lax.fori_loop(jnp.maximum(i * size - jnp.max(places[:, 0]), 0) // step, count, one, states)
+
+    states = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), start)
+    states = lax.fori_loop(0, jnp.max(places) // size + 1, meet, states)
+    out, _ = online_finish(states, q.dtype)
+    return jnp.moveaxis(out, 0, 3).reshape(*q.shape[1:4], count * step, -1)[:, :, :, :t]

@@ -57,7 +57,7 @@ def forms(a, positions, valid, mask):
     return {
         "naive": latent_naive(**a, mask=mask, scale=SCALE),
         "absorbed": attend_absorbed(**a, mask=mask, scale=SCALE),
-        "absorbed by blocks": blocks(block=8, absorbed=True, direct=2),
+        "absorbed by blocks": blocks(block=8, queries=2, absorbed=True, direct=2),
         "expanded by blocks": blocks(block=8, absorbed=False),
         "chosen": attend_latents(**short, positions=positions[:, :1], valid=valid[:, :1], scale=SCALE),
     }

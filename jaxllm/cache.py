@@ -55,6 +55,44 @@ class LatentCache:
         return self.latent.shape[-2]
 
 
+EMPTY = 2**30  # position of a slot that holds nothing: later than every query
+
+
+@struct.dataclass
+class RingCache:
+    """Keys `[b, g, R, k]` and values `[b, g, R, v]` of the newest tokens, for layers that see no farther back.
+
+    `positions`, int32 `[b, R]`, says which token a slot holds: what is visible is decided by it, never by how full the ring is. The
+    first `keep` slots are kept for positions 0..keep-1 (global tokens); position p >= keep lies at `keep + (p - keep) mod (R - keep)`.
+    A tentative token that was rejected stays in its slot until its position is written again, and no query comes before that; the
+    `draft` slots beyond the span are there because it took the place of a token that is still needed otherwise.
+    """
+
+    k: Array
+    v: Array
+    positions: Array
+
+    @classmethod
+    def zeros(cls, b: int, g: int, s: int, k: int, v: int, dtype: Any) -> "RingCache":
+        room = KVCache.zeros(b, g, s, k, v, dtype)
+        return cls(room.k, room.v, jnp.full((b, s), EMPTY, jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[-2]
+
+    def write(self, k: Array, v: Array, positions: Array, valid: Array, end: Array, keep: int = 0) -> "RingCache":
+        """Put in `k [b g t k]`, `v [b g t v]` of the tokens at `positions [b t]`, the last of which is before `end [b]`.
+
+        Of more tokens than the ring holds the newest stay.
+        """
+        ring = max(self.capacity - keep, 1)
+        valid = valid & ((positions < keep) | (positions >= end[:, None] - ring))
+        slots = jnp.where(positions < keep, positions, keep + (positions - keep) % ring)
+        held = write(self.positions[:, :, None], positions[:, None, :, None], slots, valid)[..., 0]
+        return RingCache(write(self.k, k, slots, valid), write(self.v, v, slots, valid), held)
+
+
 def write(buffer: Array, update: Array, positions: Array, valid: Array) -> Array:
     """Write `update [b, g, t, k]` into `buffer [b, (g,) s, k]` at `positions [b, t]`, in place when the buffer is donated.
 

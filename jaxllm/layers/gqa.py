@@ -1,24 +1,36 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) and its family; MHA and MQA are its two ends."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.cache import KVCache, write
+from jaxllm.cache import EMPTY, KVCache, RingCache, write
 from jaxllm.errors import UserError
 from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, Normal, fan_in, param
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RoPE
 from jaxllm.mesh import shard
-from jaxllm.ops.attention import attend, attend_cache, causal_blocks
+from jaxllm.ops.attention import attend_cache
+from jaxllm.ops.blockwise import BLOCK
+from jaxllm.ops.blockwise_cache import Source, blockwise_sources
+from jaxllm.ops.kernels import attention, check_kernel
 from jaxllm.ops.linear import linear
-from jaxllm.ops.mask import Mask, visible
+from jaxllm.ops.mask import Mask
 
+Cache = KVCache | RingCache
 QK_NORM_WEIGHTS = ("plain", "zero_centred", "none")
+
+
+class Scores(TypedDict):
+    """How scores are made: arguments of every attention operation."""
+
+    scale: float
+    softcap: float | None
+    sinks: Array | None
 
 
 class GQA(Layer, kw_only=True):
@@ -38,7 +50,9 @@ class GQA(Layer, kw_only=True):
 
     value_scale: multiplies v before it is cached (MiMo). gate: `o_h <- o_h * sigmoid(x Wg_h)`, elementwise (Qwen3-Next).
 
-    Cache: keys and values, `g (k + v)` elements a token.
+    kernel: of whole sequences, by name (`jaxllm.ops.kernels`); auto = the fastest that can do it here.
+
+    Cache: keys and values, `g (k + v)` elements a token; under a window or chunk a ring of its span.
     """
 
     num_heads: int
@@ -62,6 +76,7 @@ class GQA(Layer, kw_only=True):
     out_bias: bool = False
     value_scale: float | None = None
     gate: bool = False
+    kernel: str = "auto"
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.kv_heads < 1 or self.num_heads % self.kv_heads:
@@ -84,6 +99,7 @@ class GQA(Layer, kw_only=True):
             raise UserError("qk_norm: false, so qk_norm_all_heads, qk_norm_weight and qk_norm_after_rope mean nothing")
         if self.rope is not None:
             self.rope.dim(self.key_dim)
+        check_kernel(self.kernel)
         _ = self.mask  # checks its own fields
         super().__post_init__()
 
@@ -106,6 +122,11 @@ class GQA(Layer, kw_only=True):
         return Mask(window=self.window, chunk=self.chunk, dilation=self.dilation, global_tokens=self.global_tokens)
 
     @property
+    def _held(self) -> int:
+        """Tokens that a ring must hold to be complete."""
+        return (self.mask.span or 0) + self.global_tokens
+
+    @property
     def score_scale(self) -> float:
         if self.scale is not None:
             return self.scale
@@ -119,6 +140,9 @@ class GQA(Layer, kw_only=True):
         return {"q": (h, k, "heads"), **kv, **({"gate": (h, v, "heads")} if self.gate else {})}
 
     # ---- the forward pass ----------------------------------------------------------------------------------------
+
+    def _scores(self, sinks: Array | None) -> Scores:
+        return {"scale": self.score_scale, "softcap": self.softcap, "sinks": sinks}
 
     def _project(self, x: Array) -> dict[str, Array]:
         """`x [b t d]` -> `q [b t h k]`, `k [b t g k]`, `v [b t g v]` and `gate [b t h v]` where there is one."""
@@ -171,25 +195,16 @@ class GQA(Layer, kw_only=True):
 
     @nn.compact
     def __call__(
-        self, x: Array, ctx: Context, cache: KVCache | None = None, shared: Mapping[str, Array] | None = None
-    ) -> tuple[Array, KVCache | None, Mapping[str, Array], Aux]:
+        self, x: Array, ctx: Context, cache: Cache | None = None, shared: Mapping[str, Array] | None = None
+    ) -> tuple[Array, Cache | None, Mapping[str, Array], Aux]:
         d, h, v = self.d_model, self.num_heads, self.val_dim
         parts = self._project(x)
         query, key = self._place(parts["q"], parts["k"], ctx.positions)
         value = parts["v"] if self.value_scale is None else parts["v"] * jnp.asarray(self.value_scale, self.dtype)
         sinks = param(self, "sinks", Normal(0.02), (h,), ("heads",)).astype(jnp.float32) if self.sinks else None
         if cache is None:
-            out = attend(
-                query,
-                key,
-                value,
-                visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments, self.mask),
-                scale=self.score_scale,
-                softcap=self.softcap,
-                sinks=sinks,
-                causal_blocks=causal_blocks(x.shape[1]),
-                span=None if self.global_tokens else self.mask.span,
-            )
+            scores, kernel = self._scores(sinks), self.kernel
+            out = attention(query, key, value, ctx.positions, ctx.segments, self.mask, kernel=kernel, **scores)
         else:
             out, cache = self._cached(query, key, value, sinks, ctx, cache)
         if self.gate:
@@ -201,41 +216,57 @@ class GQA(Layer, kw_only=True):
         return y, cache, {} if shared is None else shared, {}
 
     def _cached(
-        self, query: Array, key: Array, value: Array, sinks: Array | None, ctx: Context, cache: KVCache
-    ) -> tuple[Array, KVCache]:
-        """Write first, then read: the token sees itself. Slots beyond a row's last token hold nothing a mask lets through."""
+        self, query: Array, key: Array, value: Array, sinks: Array | None, ctx: Context, cache: Cache
+    ) -> tuple[Array, Cache]:
+        """Write first, then read: the token sees itself. Slots beyond a row's last token hold nothing a mask lets through.
+
+        A call of more new tokens than a ring has room for beyond its span would write over keys that its own first queries need, so
+        it reads the old ring and its new keys first, and writes then.
+        """
         b, t, h, k = query.shape
-        g = self.kv_heads
-        valid = ctx.segments > 0
-        cache = KVCache(
-            write(cache.k, key.transpose(0, 2, 1, 3), ctx.positions, valid),
-            write(cache.v, value.transpose(0, 2, 1, 3), ctx.positions, valid),
-        )
-        index = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
-        mask = self.mask.sees(ctx.positions[:, :, None], index[:, None]) & valid[:, :, None]
-        q = query.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
-        out = attend_cache(
-            q,
-            cache.k.astype(q.dtype),
-            cache.v.astype(q.dtype),
-            mask,
-            scale=self.score_scale,
-            softcap=self.softcap,
-            sinks=sinks,
-        )
+        valid, scores = ctx.segments > 0, self._scores(sinks)
+        new_k, new_v = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+        if isinstance(cache, RingCache):
+            rows = ctx.rows
+            assert rows is not None
+            written = cache.write(new_k, new_v, ctx.positions, valid, rows.lengths + rows.new, self.global_tokens)
+            if not self._fits(cache.capacity, t):
+                old = jnp.where(cache.positions < rows.lengths[:, None], cache.positions, EMPTY)
+                heads = (lambda x: x[:, 0]) if self.kv_heads == 1 else (lambda x: x)
+                fresh = Source(heads(new_k), heads(new_v), jnp.where(valid, ctx.positions, EMPTY), local=True)
+                sources = Source(cache.k, cache.v, old), fresh
+                return blockwise_sources(query, sources, ctx.positions, valid, self.mask, **scores), written
+            cache, held = written, written.positions
+        else:
+            cache = KVCache(write(cache.k, new_k, ctx.positions, valid), write(cache.v, new_v, ctx.positions, valid))
+            held = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), (b, cache.capacity))
+        if t >= BLOCK:
+            source = Source(cache.k, cache.v, held, ordered=isinstance(cache, KVCache))
+            return blockwise_sources(query, (source,), ctx.positions, valid, self.mask, **scores), cache
+        seen = self.mask.sees(ctx.positions[:, :, None], held[:, None]) & valid[:, :, None]
+        q = query.reshape(b, t, self.kv_heads, -1, k).transpose(0, 2, 3, 1, 4)
+        out = attend_cache(q, cache.k.astype(q.dtype), cache.v.astype(q.dtype), seen, **scores)
         return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1), cache
+
+    def _fits(self, capacity: int, t: int) -> bool:
+        """Can t tokens be written into a ring before its old keys are read? A ring cut to the length of the context never wraps."""
+        room = capacity - self._held
+        return room < 0 or t <= room + 1
 
     # ---- unbound: what callers ask without arrays ----------------------------------------------------------------
 
     @nn.nowrap
-    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None) -> KVCache:
-        """Room for `length` tokens a row, tentative ones included: KV shortens by itself, so `draft` needs nothing."""
-        del draft
+    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None) -> Cache:
+        """Room for `length` tokens a row, tentative ones included. A ring, where local attention bounds what is read, holds the span,
+        the global tokens and `draft` more, and never more than `length`."""
         if pages is not None:
             raise UserError("cache: paged attention caches are not available; leave pages at null")
         if self.rope is not None:
             self.rope.check_cache(length)
-        return KVCache.zeros(batch, self.kv_heads, length, self.key_dim, self.val_dim, dtype)
+        if self.mask.span is None:
+            return KVCache.zeros(batch, self.kv_heads, length, self.key_dim, self.val_dim, dtype)
+        held = min(length, self._held + draft)
+        return RingCache.zeros(batch, self.kv_heads, held, self.key_dim, self.val_dim, dtype)
 
     @nn.nowrap
     def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,7 +282,11 @@ class GQA(Layer, kw_only=True):
 
     @nn.nowrap
     def cost(self, batch: int, t: int, s: float, dtype: Any) -> Cost:
-        """FLOPs `2 b t d (h + g) (k + v) + 2 b t s h (k + v)`, and `2 b t d h v` for a gate; cache `g (k + v)` a token."""
+        """FLOPs `2 b t d (h + g) (k + v) + 2 b t s h (k + v)`, and `2 b t d h v` for a gate; cache `g (k + v)` a token.
+
+        Under local attention s is at most the span plus the global tokens, and the cache is a constant: so many slots, each with the
+        4 bytes of its position. A dilated window meets, and holds, all of the span.
+        """
         d, h, g, k, v = self.d_model, self.num_heads, self.kv_heads, self.key_dim, self.val_dim
         size = jnp.dtype(dtype).itemsize
         weights = d * sum(heads * width for heads, width, _ in self._widths.values()) + d * h * v
@@ -259,13 +294,16 @@ class GQA(Layer, kw_only=True):
         params += (h * k + g * (k + v)) if self.qkv_bias else 0
         if self.qk_norm and self.qk_norm_weight != "none":
             params += (h + g) * k if self.qk_norm_all_heads else 2 * k
-        per_token = g * (k + v) * size
+        ring = self.mask.span is not None
+        met = min(s, self._held) if ring else s
+        slot = g * (k + v) * size + (4 if ring else 0)
         return Cost(
-            flops=2 * batch * t * weights + 2 * batch * t * s * h * (k + v),
+            flops=2 * batch * t * weights + 2 * batch * t * met * h * (k + v),
             params=params,
             params_active=params,
-            cache_per_token=per_token,
-            cache_read=batch * s * per_token,
-            activation_bytes=batch * t * (d + (h + g) * (k + v)) * size + batch * h * t * s * 4,
+            cache_per_token=0 if ring else slot,
+            cache_constant=met * slot if ring else 0,
+            cache_read=batch * met * slot,
+            activation_bytes=batch * t * (d + (h + g) * (k + v)) * size + batch * h * t * met * 4,
             collective_bytes=batch * t * d * size,
         )

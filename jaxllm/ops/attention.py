@@ -22,7 +22,7 @@ from jax import Array
 from jaxllm.ops.mask import Mask, visible  # noqa: F401 - masks belong to attention
 
 _MASKED = -1e30  # below any score; exp(x - max) is then exactly 0 without producing inf - inf
-_LOWEST = 0.1 * _MASKED  # the least maximum of a row: masked scores stay far below it
+LOWEST = 0.1 * _MASKED  # the least maximum of a row: masked scores stay far below it
 
 
 def attention_naive(
@@ -55,7 +55,7 @@ def attention_naive(
 Static = tuple[float, float | None, int, int | None]  # scale, softcap, causal blocks, span
 
 
-def _per_head(product: str, a: Array, kv: Array) -> Array:
+def per_head(product: str, a: Array, kv: Array) -> Array:
     """`product` for each row and kv head: `a [b g . .]` with `kv [b g . .]`, or `[b . .]` where there is one kv head. fp32.
 
     An axis of size 1 between rows and keys lets XLA choose another layout for a cache and copy it there and back at every token.
@@ -66,14 +66,14 @@ def _per_head(product: str, a: Array, kv: Array) -> Array:
     return jnp.einsum(f"b{left},b{right}->b{out}", a[:, 0], kv, preferred_element_type=jnp.float32)[:, None]
 
 
-def _scores(q: Array, k: Array, mask: Array, scale: float, softcap: float | None) -> tuple[Array, Array]:
+def scores_under(q: Array, k: Array, mask: Array, scale: float, softcap: float | None) -> tuple[Array, Array]:
     """Masked scores and the capped ones under the mask, fp32 `[b g r t s]`.
 
     Heads of a group and their queries form one axis of the product: with two axes XLA transposes k first, which in decoding is a
     copy of the whole cache.
     """
     b, g, r, t, _ = q.shape
-    scores = _per_head("nk,sk->ns", q.reshape(b, g, r * t, -1), k) * scale
+    scores = per_head("nk,sk->ns", q.reshape(b, g, r * t, -1), k) * scale
     scores = scores.reshape(b, g, r, t, -1)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -89,13 +89,13 @@ def _block(
     The sum of the weights is divided out after the product with v: t x v divisions instead of t x s.
     """
     b, g, r, t, _ = q.shape
-    scores, _ = _scores(q, k, mask, scale, softcap)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST if sinks is None else sinks)
+    scores, _ = scores_under(q, k, mask, scale, softcap)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST if sinks is None else sinks)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = total if sinks is None else total + jnp.exp(sinks - top)
     total = jnp.where(total > 0, total, 1.0)
-    out = _per_head("ns,sv->nv", weights.astype(v.dtype).reshape(b, g, r * t, -1), v)
+    out = per_head("ns,sv->nv", weights.astype(v.dtype).reshape(b, g, r * t, -1), v)
     return (out.reshape(b, g, r, t, -1) / total).astype(v.dtype), top + jnp.log(total)
 
 
@@ -126,11 +126,6 @@ def _forward(
     return out, (q, k, v, mask, sinks, out, norm)
 
 
-def sink_gradient(sinks: Array | None, norm: Array, delta: Array) -> Array | None:
-    """`-sum(p delta)` over rows and queries, `p = e^(sink - lse)` being the share of the softmax that a sink takes; `[g r 1 1]`."""
-    return None if sinks is None else -jnp.sum(jnp.exp(sinks - norm) * delta, axis=(0, 3), keepdims=True)[0]
-
-
 def _backward(static: Static, saved: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, Array, None, Array | None]:
     """Weights are made again from the scores and their log-sum-exp (FlashAttention, Dao et al. 2022, arXiv 2205.14135, section 3.1):
 
@@ -144,7 +139,7 @@ def _backward(static: Static, saved: tuple[Any, ...], d_out: Array) -> tuple[Arr
         part = q[:, :, :, rows]
         b, g, r, c, _ = part.shape
         flat = lambda x: x.reshape(b, g, r * c, -1)  # noqa: B023, E731 - used within the iteration
-        scores, capped = _scores(part, k[:, :, keys], mask[:, rows, keys], scale, softcap)
+        scores, capped = scores_under(part, k[:, :, keys], mask[:, rows, keys], scale, softcap)
         weights = jnp.exp(scores - norm[:, :, :, rows])
         d_part = flat(d_out[:, :, :, rows])
         d_weights = jnp.einsum("bgnv,bgsv->bgns", d_part, v[:, :, keys], preferred_element_type=jnp.float32).reshape(
@@ -165,14 +160,16 @@ def _backward(static: Static, saved: tuple[Any, ...], d_out: Array) -> tuple[Arr
         d_v = d_v.at[:, :, keys].add(
             jnp.einsum("bgns,bgnv->bgsv", flat(weights).astype(v.dtype), d_part, preferred_element_type=jnp.float32)
         )
-    d_sinks = sink_gradient(sinks, norm, delta)
+    # A sink takes the share e^(sink - lse) of the softmax and gives the value 0 for it.
+    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks - norm) * delta, axis=(0, 3), keepdims=True)[0]
     return jnp.concatenate(d_q, axis=3).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, d_sinks
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _sinks(sinks: Array | None, g: int) -> Array | None:
+def per_group(sinks: Array | None, g: int) -> Array | None:
+    """Sinks `[h]` as fp32 `[g r 1 1]`."""
     return None if sinks is None else sinks.astype(jnp.float32).reshape(g, -1, 1, 1)
 
 
@@ -198,7 +195,7 @@ def attend(
     g = k.shape[2]
     q = q.reshape(b, t, g, h // g, -1).transpose(0, 2, 3, 1, 4)
     static = (scale, softcap, causal_blocks, span)
-    out = _attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask, _sinks(sinks, g), static)
+    out = _attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask, per_group(sinks, g), static)
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
 
 
@@ -216,7 +213,7 @@ def attend_cache(
 
     `q [b g r t k]` -> `[b g r t v]`.
     """
-    return _block(q, k, v, mask, _sinks(sinks, q.shape[1]), scale, softcap)[0]
+    return _block(q, k, v, mask, per_group(sinks, q.shape[1]), scale, softcap)[0]
 
 
 def causal_blocks(t: int, *, smallest: int = 64, most: int = 8) -> int:

@@ -35,9 +35,9 @@ class Mask:
                 raise UserError(f"{key}: {value} must be at least 1")
         if self.global_tokens < 0:
             raise UserError(f"global_tokens: {self.global_tokens} must be at least 0")
-        if self.global_tokens and self == Mask(global_tokens=self.global_tokens):
+        if self.global_tokens and self.window is None and self.chunk is None and self.dilation == 1:
             raise UserError(
-                f"global_tokens: {self.global_tokens} means nothing where every token sees all; set window or chunk"
+                f"global_tokens: {self.global_tokens} means nothing where every token sees all; set window, chunk or dilation"
             )
 
     @property

@@ -37,6 +37,8 @@ from jaxllm import checkpoint_files as files
 from jaxllm.checkpoint_files import Keys, Leaf
 from jaxllm.errors import UserError
 
+IN_FLIGHT = 64 * 2**20  # bytes a save may hold beside the state, where no single array is larger
+PIECE = 4 * 2**20
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for a folder that is still being written
 
 Warn = Callable[[str], None]
@@ -137,9 +139,10 @@ class Checkpoints:
         self._clear_way(step)
         self._pending = (step, score)
         try:
-            self._open().save(
+            state_args = ocp.args.StandardSave(arrays, save_args=jax.tree.map(_in_pieces, arrays))
+            self._open(arrays).save(
                 step,
-                args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(envelope)),
+                args=ocp.args.Composite(state=state_args, meta=ocp.args.JsonSave(envelope)),
                 force=True,
             )
         except Exception as error:
@@ -171,16 +174,22 @@ class Checkpoints:
                 self._manager.close()
                 self._manager = None
 
-    def _open(self) -> ocp.CheckpointManager:
+    def _open(self, arrays: Any) -> ocp.CheckpointManager:
         # Opened on the first save, not before: reading somebody's run must not write to it or clean anything up.
         if self._manager is None:
+            # What is copied, compressed and not yet on disk is at most about one array more than the largest: left alone, Orbax holds
+            # all of them at once, a second copy of the state.
+            largest = max((_local_bytes(leaf) for leaf in jax.tree.leaves(arrays)), default=0)
+            handler = ocp.StandardCheckpointHandler(save_concurrent_gb=(max(largest, IN_FLIGHT) + 2**20) / 10**9)
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=self,
                 cleanup_tmp_directories=True,
                 lightweight_initialize=True,  # a damaged old folder must not stop the run from saving
                 async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
             )
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
+            self._manager = ocp.CheckpointManager(
+                self.folder, options=options, item_handlers={"state": handler, "meta": ocp.JsonCheckpointHandler()}
+            )
         return self._manager
 
     def _seal(self) -> None:
@@ -315,6 +324,17 @@ def read_meta(checkpoint_path: str | Path) -> dict[str, Any]:
     if (reason := files.damage(folder)) is not None:
         raise UserError(f"{folder} is not a whole checkpoint: {reason}")
     return files.read_envelope(folder)["meta"]
+
+
+def _local_bytes(leaf: Any) -> int:
+    """Bytes of an array that this process writes, or a little more."""
+    shards = getattr(leaf, "addressable_shards", None)
+    return int(leaf.nbytes) if shards is None else sum(shard.data.nbytes for shard in shards)
+
+
+def _in_pieces(leaf: Any) -> ocp.SaveArgs:
+    """Large arrays are compressed piece by piece."""
+    return ocp.SaveArgs(chunk_byte_size=max(PIECE, leaf.nbytes // 64))
 
 
 def _read(folder: Path, leaves: list[Leaf], shardings: Mapping[Keys, Any]) -> dict[Keys, Any]:

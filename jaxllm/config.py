@@ -83,7 +83,12 @@ SECTIONS = {
     "count": "jaxllm.tasks.count.CountSettings",
     "mesh": "jaxllm.config.MeshSettings",
 }
-ROOT_SECTIONS = {"generate": "jaxllm.inference.settings.GenerateSettings"}  # their fields are root keys
+ROOT_SECTIONS = {  # their fields are root keys
+    "generate": "jaxllm.inference.settings.GenerateSettings",
+    "convert": "jaxllm.weights.settings.ConvertSettings",
+    "logits": "jaxllm.weights.settings.LogitsSettings",
+    "check": "jaxllm.weights.settings.CheckSettings",
+}
 STAGES = "jaxllm.training.settings.StageSettings"
 GROUPS = ("model", "data", "optim", "objective", "track")  # roots of target nodes
 

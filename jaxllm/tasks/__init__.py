@@ -23,6 +23,9 @@ TASKS = {
     "eval": "jaxllm.tasks.evaluate",
     "generate": "jaxllm.tasks.generate",
     "count": "jaxllm.tasks.count",
+    "convert": "jaxllm.tasks.convert",
+    "logits": "jaxllm.tasks.logits",
+    "check": "jaxllm.tasks.check",
 }
 # Tasks that always make a run folder; the others do when `run_dir` is given, and in a sweep.
 WRITES = frozenset({"train"})

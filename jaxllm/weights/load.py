@@ -24,6 +24,7 @@ from jaxllm.weights.families import family_of
 from jaxllm.weights.family import Family, Node, NoPlace, Placed, leaves, plan
 from jaxllm.weights.tensors import WEIGHT_DTYPES, TensorSource
 
+ALIGNED = 64  # bytes
 Bounds = tuple[tuple[int, int], ...]  # of a shard: (start, stop) on each axis
 Progress = Callable[[int, int], None]  # tensors read, of how many
 
@@ -139,8 +140,7 @@ def _fill(
     for path in place.paths:
         shape, dtype = boxes[path].value.shape, boxes[path].value.dtype
         local = {_bounds(index, shape) for index in shardings[path].addressable_devices_indices_map(shape).values()}
-        # Zeros, for the rows of a padded vocabulary that no tensor holds.
-        targets[path] = {bounds: np.zeros([stop - start for start, stop in bounds], dtype) for bounds in local}
+        targets[path] = {bounds: _zeros([stop - start for start, stop in bounds], dtype) for bounds in local}
     for n, name in enumerate(place.names):
         parts = place.rule.form.split(source.read(name), place.shapes)
         for path, part in zip(place.paths, parts, strict=True):
@@ -150,6 +150,14 @@ def _fill(
                 elif bounds[0][0] <= n < bounds[0][1]:
                     _copy(part, shard[n - bounds[0][0]], bounds[1:])
     return {path: _placed(targets.pop(path), boxes[path].value.shape, shardings[path]) for path in place.paths}
+
+
+def _zeros(shape: list[int], dtype: Any) -> np.ndarray:
+    """Zeros (for the rows of a padded vocabulary that no tensor holds), at an address that JAX takes over on CPU without a copy."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(size + ALIGNED, np.uint8)
+    start = -raw.ctypes.data % ALIGNED
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _placed(shards: Mapping[Bounds, np.ndarray], shape: tuple[int, ...], sharding: Sharding) -> jax.Array:

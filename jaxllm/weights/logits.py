@@ -36,8 +36,7 @@ class Stepper:
         self.model, self.capacity = model.unrolled(), capacity
         flat = unstack(model, params) if model.scan else dict(params)
         self.params = self.model.prepare(jax.tree.map(jnp.asarray, flat))
-        self.cache = self.model.init_cache(rows, capacity)
-        self.lengths = np.zeros(rows, np.int32)
+        self.restart(rows)
 
         def step(params: Any, cache: Any, tokens: Any, lengths: Any, new: Any) -> tuple[Any, Any]:
             out: Any
@@ -45,6 +44,13 @@ class Stepper:
             return cache, out.logits
 
         self._step = jax.jit(step, donate_argnums=1)
+
+    def restart(self, rows: int) -> None:
+        """Empty the cache."""
+        cache, places = self.model.init_cache(rows, self.capacity), jax.tree.leaves(self.params)[0].devices()
+        # Where the weights are: a cache that is bound to no device would compile the first call for itself alone.
+        self.cache = jax.device_put(cache, next(iter(places))) if len(places) == 1 else cache
+        self.lengths = np.zeros(rows, np.int32)
 
     def __call__(self, tokens: np.ndarray, new: np.ndarray | None = None) -> np.ndarray:
         """Append the first `new[b]` (null: all) of `tokens [b t]`; logits fp32 `[b t v]`, of which as many count."""

@@ -34,7 +34,7 @@ SHARED = dict(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=64,
@@ -52,7 +52,7 @@ def rope(kind: str, **keys) -> dict:
 
 # name -> (model_type, settings); "weights" names the folder whose tensors are used.
 MODELS = {
-    "gpt2": ("gpt2", dict(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None,
+    "gpt2": ("gpt2", dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None,
                           resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
     "llama": ("llama", dict(head_dim=12)),
     "llama_linear": ("llama", dict(weights="llama", head_dim=12, **rope("linear", factor=4.0))),
@@ -71,15 +71,15 @@ MODELS = {
     "olmo2": ("olmo2", dict()),
     "qwen2": ("qwen2", dict(use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True)),
     "qwen3": ("qwen3", dict(head_dim=12, tie_word_embeddings=True)),
-    "gemma2": ("gemma2", dict(num_hidden_layers=4, head_dim=12, query_pre_attn_scalar=20, sliding_window=6,
+    "gemma2": ("gemma2", dict(head_dim=12, query_pre_attn_scalar=20, sliding_window=6,
                               attn_logit_softcapping=4.0, final_logit_softcapping=6.0)),
     "nanochat": ("nanochat", dict(final_logit_softcapping=5.0)),
-    "deepseek_v2": ("deepseek_v2", dict(**MLA, **EXPERTS, q_lora_rank=None, first_k_dense_replace=3)),
-    "deepseek_v3": ("deepseek_v3", dict(**MLA, **EXPERTS, q_lora_rank=10, first_k_dense_replace=3, num_mtp_layers=0, **rope(
+    "deepseek_v2": ("deepseek_v2", dict(**MLA, **EXPERTS, q_lora_rank=None, first_k_dense_replace=2)),
+    "deepseek_v3": ("deepseek_v3", dict(**MLA, **EXPERTS, q_lora_rank=10, first_k_dense_replace=2, num_mtp_layers=0, **rope(
         "yarn", factor=4.0, mscale=0.707, mscale_all_dim=1.0, original_max_position_embeddings=16, rope_theta=500.0))),
     "mimo_v2_flash": ("mimo_v2_flash", dict(
-        **EXPERTS, num_hidden_layers=4, head_dim=12, v_head_dim=6, sliding_window=6, mlp_layer_types=["dense"] * 4,
-        num_key_value_heads=1, layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"])),
+        **EXPERTS, head_dim=12, v_head_dim=6, sliding_window=6, mlp_layer_types=["dense"] * 2, num_key_value_heads=1,
+        layer_types=["full_attention", "sliding_attention"])),
 }  # fmt: skip
 ATTENTION = {
     "gpt_oss": ("gpt_oss", dict(

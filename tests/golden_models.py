@@ -1,0 +1,103 @@
+"""The reference models of tests/golden, and what is computed from them once and used by several tests."""
+
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from jaxllm.weights.hf_folder import HFFolder
+from jaxllm.weights.load import build, read_node, read_params
+from jaxllm.weights.logits import Stepper, full_logits
+
+GOLDEN = Path(__file__).resolve().parent / "golden"
+NAMES = sorted(p.parent.name for p in GOLDEN.glob("*/reference.json"))
+KINDS = [name for name in NAMES if not name.startswith("llama_") or name == "llama_bias_tied"]  # one of each family
+PROMPT = 8  # tokens before the greedy ones
+WIDTH = 6  # tokens of a call with a cache
+
+
+@functools.cache
+def facts(name):
+    return json.loads((GOLDEN / name / "reference.json").read_text())
+
+
+@functools.cache
+def folder(name):
+    """The checkpoint; a variant of rotary settings gets the tensors it shares."""
+    own = GOLDEN / name
+    if "weights" not in facts(name):
+        return own
+    made = Path(tempfile.mkdtemp(prefix="jaxllm-golden-"))
+    shutil.copy(own / "config.json", made)
+    shutil.copy(GOLDEN / facts(name)["weights"] / "model.safetensors", made)
+    return made
+
+
+@functools.cache
+def arrays(name):
+    return load_file(GOLDEN / name / "reference.safetensors")
+
+
+@functools.cache
+def loaded(name):
+    """(source, model, params)."""
+    source = HFFolder(folder(name))
+    warnings = []
+    model = build(read_node(source, warnings.append))
+    assert warnings == []  # every key that transformers writes is known
+    return source, model, read_params(source, model)
+
+
+@functools.cache
+def whole(name):
+    """(logits, hidden) of one call: the two rows as they are, both with the second one's start as padding, both continued greedily."""
+    _, model, params = loaded(name)
+    ref = arrays(name)
+    greedy = np.concatenate([ref["input_ids"][:, :PROMPT], ref["greedy"]], axis=1)
+    tokens = np.concatenate([ref["input_ids"], ref["left_ids"], greedy])
+    full = np.ones_like(ref["left_mask"])
+    segments = np.concatenate([full, ref["left_mask"], full])
+    return full_logits(model, params, tokens, segments)
+
+
+def chunks(total, sizes):
+    """`sizes` over and over, cut at `total`: `chunks(7, [3, 1]) == [3, 1, 3]`."""
+    out = []
+    while sum(out) < total:
+        out.append(min(sizes[len(out) % len(sizes)], total - sum(out)))
+    return out
+
+
+def stepped(step, tokens, sizes):
+    """Feed row b of `tokens [b t]` in pieces of `sizes[b]`, all rows in the same calls; logits `[b t v]`."""
+    rows, total = tokens.shape
+    plans = [chunks(total, s) for s in sizes]
+    out = [[] for _ in range(rows)]
+    for n in range(max(map(len, plans))):
+        new = np.array([plan[n] if n < len(plan) else 0 for plan in plans])
+        at = step.lengths
+        padded = np.zeros((rows, WIDTH), np.int32)
+        for b in range(rows):
+            padded[b, : new[b]] = tokens[b, at[b] : at[b] + new[b]]
+        logits = step(padded, new)
+        for b in range(rows):
+            out[b].append(logits[b, : new[b]])
+    return np.stack([np.concatenate(parts) for parts in out])
+
+
+def new_stepper(name, rows=4):
+    _, model, params = loaded(name)
+    return Stepper(model, params, rows, arrays(name)["input_ids"].shape[1] + WIDTH)
+
+
+def shifted(tokens):
+    """A batch of next-token predictions: the last token of a row predicts nothing."""
+    labels = np.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
+    weights = np.ones(tokens.shape, np.float32)
+    weights[:, -1] = 0
+    return {"tokens": jnp.asarray(tokens), "labels": jnp.asarray(labels), "weights": jnp.asarray(weights)}

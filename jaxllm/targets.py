@@ -39,10 +39,17 @@ def show(value: Any) -> str:
 
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """The closest of `valid`, best first: at most three, and only those about as close as the best."""
-    scores = {other: difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio() for other in sorted(set(valid))}
+    scores = {other: _likeness(name.lower(), other.lower()) for other in sorted(set(valid))}
     best = max(scores.values(), default=0.0)
     near = [other for other in sorted(scores, key=lambda o: -scores[o]) if scores[other] >= max(cutoff, best - 0.08)]
     return near[:3]
+
+
+def _likeness(name: str, other: str) -> float:
+    """Between 0 and 1. Letters that only changed places are the likeliest slip: `modle` is `model`, not `mode`."""
+    if sorted(name) == sorted(other):
+        return 1.0
+    return difflib.SequenceMatcher(None, name, other).ratio()
 
 
 def suggest(name: str, valid: Iterable[str], prefix: str = "", suffix: str = "") -> str:

@@ -383,8 +383,17 @@ class LanguageModel(nn.Module, kw_only=True):
 
     @nn.nowrap
     def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters for decoding, from unstacked ones: each layer fuses or absorbs its own. Pure."""
-        out = dict(params)
+        """Parameters for decoding, from unstacked ones: each layer fuses or absorbs its own. Pure.
+
+        What is stored narrower than the computation is widened here, once: on CPU, where bfloat16 checkpoints are computed in float32,
+        converting at every token would take longer than the products. Embedding and head take the computation's dtype either way.
+        """
+        dtype = self.compute_dtype
+        floating = lambda a: jnp.issubdtype(a.dtype, jnp.floating)  # noqa: E731
+        widen = lambda a: a.astype(dtype) if floating(a) and a.dtype.itemsize < dtype.itemsize else a  # noqa: E731
+        params = jax.tree.map(widen, dict(params))
+        ends = {name: params[name] for name in ("embed", "lm_head") if name in params}
+        out = params | {name: a if a.dtype == dtype else a.astype(dtype) for name, a in ends.items()}
         for i, group in enumerate(self.groups):
             for n in range(group.repeats):
                 period = dict(params[f"g{i}_{n}"])

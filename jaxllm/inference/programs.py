@@ -101,9 +101,7 @@ class Programs:
             hidden = jnp.take_along_axis(hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
         return self._apply(weights, "head", jax.lax.optimization_barrier(hidden))[:, 0]
 
-    def _draw(
-        self, logits: Array, progress: Progress, rows: Sampling, stop: Array
-    ) -> tuple[Progress, Array, Array]:
+    def _draw(self, logits: Array, progress: Progress, rows: Sampling, stop: Array) -> tuple[Progress, Array, Array]:
         """Draw the token at position `lengths` of each row; ids in `stop` finish it."""
         self.traces += 1
         remaining = jnp.asarray(progress.remaining)

@@ -87,8 +87,10 @@ class Transcript:
             token = int(ids[row])
             if np.isnan(logprobs[row]):
                 at = len(self.prompts[row]) + len(self.tokens[row])
-                raise UserError(f"the model's logits at position {at} are not numbers: its weights hold NaN or"
-                                " infinity; use an earlier checkpoint")
+                raise UserError(
+                    f"the model's logits at position {at} are not numbers: its weights hold NaN or"
+                    " infinity; use an earlier checkpoint"
+                )
             self.tokens[row].append(token)
             self._logprobs[row].append(float(logprobs[row]))
             self.remaining[row] = 0 if token in self._stop else self.remaining[row] - 1

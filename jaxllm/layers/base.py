@@ -210,6 +210,12 @@ class Cost:
         return Cost(*(a * times for a in dataclasses.astuple(self)))
 
 
+def matrices_as(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """For `prepare`: the projections (`*_proj`) in the dtype they are multiplied in, so that no call converts them again."""
+    cast = lambda name, a: name.endswith("_proj") and a.dtype != dtype  # noqa: E731
+    return {name: a.astype(dtype) if cast(name, a) else a for name, a in params.items()}
+
+
 class Layer(nn.Module, kw_only=True):
     """Base of mixers and ffns: the four fields that the model supplies, and the defaults of the optional methods."""
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxllm.cache import EMPTY, KVCache, RingCache, write
 from jaxllm.errors import UserError
-from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, Normal, fan_in, param
+from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, Normal, fan_in, matrices_as, param
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RoPE
 from jaxllm.mesh import shard
@@ -271,7 +271,7 @@ class GQA(Layer, kw_only=True):
     @nn.nowrap
     def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Fuse all projections of x into one matrix `[d, n]`: decoding is bound by reading weights, and one dot reads faster than three."""
-        names = list(self._widths)
+        params, names = matrices_as(params, self.dtype), list(self._widths)
         fused = {"qkv_proj": jnp.concatenate([params[f"{n}_proj"].reshape(self.d_model, -1) for n in names], axis=1)}
         if self.qkv_bias:
             biases = [params[f"{n}_bias"].reshape(-1) for n in names if n != "gate"]

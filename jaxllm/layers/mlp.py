@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxllm.errors import UserError
-from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, fan_in, param
+from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, fan_in, matrices_as, param
 from jaxllm.mesh import shard
 from jaxllm.ops.linear import linear, swiglu
 
@@ -74,8 +74,9 @@ class MLP(Layer, kw_only=True):
     @nn.nowrap
     def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Fuse gate and up into one matrix."""
+        params = matrices_as(params, self.dtype)
         if not self.gated or self.bias:
-            return dict(params)
+            return params
         rest = {name: value for name, value in params.items() if name not in ("gate_proj", "up_proj")}
         return {"gate_up_proj": jnp.concatenate([params["gate_proj"], params["up_proj"]], axis=-1), **rest}
 

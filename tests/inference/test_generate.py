@@ -361,7 +361,7 @@ def test_an_empty_text_starts_where_documents_start():
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_decode_step_copies_no_cache(rows):
-    model = build(max_seq_len=None)
+    model = build(max_seq_len=None, tie_embeddings=True)
     generator = Generator(model)
     weights = generator.prepare(init_params(model, jax.random.key(0)))
     capacity = 4096
@@ -374,6 +374,32 @@ def test_the_decode_step_copies_no_cache(rows):
     for shape, operation in re.findall(r"= \w+\[([\d,]+)\]\S* (\w+)\(", compiled.as_text()):
         if operation in ("copy", "transpose"):
             assert int(np.prod([int(n) for n in shape.split(",")])) not in sizes
+    # And every product is a product: inside a loop fusion it would be a naive loop, slow for a layer and very slow for the head.
+    loops = re.findall(r"kind=kLoop, calls=%(\S+?)[,\s]", compiled.as_text())
+    assert loops
+    for body in re.findall(r"^%(\S+) \([^\n]*\{\n(.*?)^\}", compiled.as_text(), flags=re.M | re.S):
+        assert body[0] not in loops or " dot(" not in body[1], body[0]
+
+
+def test_a_16_bit_model_is_computed_in_float32_on_cpu():
+    """Its weights are widened once, and the program that float32 weights use runs on them: no conversion at every token."""
+    model, params, generator, _ = tiny()
+    small = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    other = Generator(build(dtype="bfloat16", param_dtype="bfloat16"))
+    assert other.model.compute_dtype == jnp.float32
+    weights = other.prepare(small)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(weights)} == {"float32"}
+    prompts = prompts_of(5, 9)
+    traces = generator.traces
+    rows, _ = generator.generate(weights, prompts, max_new_tokens=6, sampling=GREEDY)
+    again, _ = generator.generate(generator.prepare(small), prompts, max_new_tokens=6, sampling=GREEDY)
+    assert [row.tokens for row in rows] == [row.tokens for row in again]
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), small)
+    ids = list(prompts[0])
+    for token in rows[0].tokens:
+        assert int(plain_logits(ids, wide).argmax()) == token
+        ids.append(token)
+    assert generator.traces - traces <= 4
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")

@@ -393,7 +393,7 @@ class LanguageModel(nn.Module, kw_only=True):
         widen = lambda a: a.astype(dtype) if floating(a) and a.dtype.itemsize < dtype.itemsize else a  # noqa: E731
         params = jax.tree.map(widen, dict(params))
         ends = {name: params[name] for name in ("embed", "lm_head") if name in params}
-        out = params | {name: a if a.dtype == dtype else a.astype(dtype) for name, a in ends.items()}
+        out = {**params, **{name: a if a.dtype == dtype else a.astype(dtype) for name, a in ends.items()}}
         for i, group in enumerate(self.groups):
             for n in range(group.repeats):
                 period = dict(params[f"g{i}_{n}"])

@@ -16,7 +16,6 @@ from jaxllm.weights.logits import Stepper, full_logits
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 NAMES = sorted(p.parent.name for p in GOLDEN.glob("*/reference.json"))
-KINDS = [name for name in NAMES if not name.startswith("llama_") or name == "llama_bias_tied"]  # one of each family
 PROMPT = 8  # tokens before the greedy ones
 WIDTH = 6  # tokens of a call with a cache
 

@@ -15,7 +15,7 @@ from jaxllm.params import declare
 from jaxllm.weights.compare import differences
 from jaxllm.weights.config_json import ConfigJson
 from jaxllm.weights.families import BY_TYPE, FAMILIES
-from jaxllm.weights.family import Family, NoPlace, Placed, plan
+from jaxllm.weights.family import Differs, Family, NoPlace, Placed, plan
 from jaxllm.weights.load import build
 
 KNOWN = (GQA, MLA, MLP)
@@ -52,7 +52,7 @@ def choose(model: LanguageModel, original: Mapping[str, Any] | None = None) -> C
     if first is not None:
         families.remove(first)
         families.insert(0, first)
-    nearest: tuple[list[str], Family] | None = None
+    nearest: tuple[NoPlace, Family] | None = None
     plain = model.clone(embed_scale=None, logit_scale=None, tie_embeddings=False)
     factors = model.embed_scale is not None or model.logit_scale is not None
     for candidate, folded in ((model, False), *(((plain, True),) if factors else ())):
@@ -61,10 +61,14 @@ def choose(model: LanguageModel, original: Mapping[str, Any] | None = None) -> C
             try:
                 return _try(family, candidate, base, folded)
             except NoPlace as reasons:
-                if nearest is None or len(reasons.args) < len(nearest[0]):
-                    nearest = list(map(str, reasons.args)), family
+                if nearest is None or _distance(reasons) < _distance(nearest[0]):
+                    nearest = reasons, family
     assert nearest is not None
-    raise UserError(_explain(model, *nearest))
+    raise UserError(_explain(model, list(map(str, nearest[0].args)), nearest[1]))
+
+
+def _distance(reasons: NoPlace) -> tuple[bool, int]:
+    return not isinstance(reasons, Differs), len(reasons.args)
 
 
 def _try(family: Family, model: LanguageModel, original: Mapping[str, Any] | None, folded: bool) -> Choice:
@@ -76,7 +80,7 @@ def _try(family: Family, model: LanguageModel, original: Mapping[str, Any] | Non
     except UserError as error:
         raise NoPlace(str(error)) from None
     if found := differences(model, again):
-        raise NoPlace(*found)
+        raise Differs(*found)
     return Choice(family, config, model, plan(family, model, declare(model)), folded)
 
 
@@ -91,4 +95,6 @@ def _explain(model: LanguageModel, reasons: list[str], family: Family) -> str:
         named = ", ".join(f"{role} ({kind})" for role, kind in strange.items())
         return f"format=hf: no Hugging Face class has the layers {named}"
     shown = "; ".join(reasons[:3]) + (f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else "")
-    return f"format=hf: no Hugging Face class holds this model; the nearest, {family.architectures[0]}, differs in {shown}"
+    return (
+        f"format=hf: no Hugging Face class holds this model; the nearest, {family.architectures[0]}, differs in {shown}"
+    )

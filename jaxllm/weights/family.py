@@ -50,7 +50,11 @@ class Family:
 
 
 class NoPlace(Exception):
-    """A model that a family cannot hold; the text says what is in the way."""
+    """A model that a family cannot hold; each argument says one thing that is in the way."""
+
+
+class Differs(NoPlace):
+    """A model that differs from the family's nearest in the fields that are named."""
 
 
 @dataclass(frozen=True)

@@ -53,13 +53,11 @@ def longest(c: ConfigJson) -> int:
     """The longest sequence a checkpoint is meant for: its own limit, or what its rope scaling stretches that to."""
     limit = c.whole("max_position_embeddings", 2048)
     table = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    factor, original = (
-        table.get(key) if isinstance(table, dict) else None for key in ("factor", "original_max_position_embeddings")
-    )
-    kind = table.get("rope_type", table.get("type")) if isinstance(table, dict) else None
-    if isinstance(factor, int | float) and kind in ("yarn", "dynamic", "linear"):
-        return max(limit, int(factor * (original or limit)))
-    return limit
+    kind, factor = (table.get(key, table.get(old)) for key, old in (("rope_type", "type"), ("factor", "")))
+    if not isinstance(factor, int | float) or kind not in ("yarn", "dynamic", "linear"):
+        return limit
+    original = c.get("original_max_position_embeddings") or table.get("original_max_position_embeddings") or limit
+    return max(limit, int(factor * original))
 
 
 def heads(c: ConfigJson) -> Node:

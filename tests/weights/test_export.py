@@ -1,0 +1,203 @@
+"""Out to Hugging Face folders: the right class for what a model is, bit-equal tensors, and the folder as others read it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from golden_models import NAMES, folder, loaded
+from safetensors.numpy import load_file
+from toys import ToyRecurrent
+
+from jaxllm.compose import compose
+from jaxllm.data.tokenizer import BPE, Bytes, load_tokenizer
+from jaxllm.errors import UserError
+from jaxllm.layers.base import Context
+from jaxllm.mesh import build_mesh
+from jaxllm.params import declare, init_params
+from jaxllm.tasks.source import foreign_tokenizer
+from jaxllm.weights.choose import choose
+from jaxllm.weights.compare import differences
+from jaxllm.weights.export import new_folder, write_folder
+from jaxllm.weights.family import leaves
+from jaxllm.weights.hf_folder import HFFolder
+from jaxllm.weights.load import build, read_model, read_node, read_params
+from jaxllm.weights.tokenizer_files import hf_files
+
+
+def tensors_of(path):
+    found = {}
+    for file in sorted(path.glob("*.safetensors")):
+        if file.name != "reference.safetensors":
+            found |= load_file(file)
+    return found
+
+
+def write(out, model, params, original=None, **kwargs):
+    choice = choose(model, original)
+    settings = {"dtype": "float32", "shard_bytes": 10**9, "files": {}} | kwargs
+    with new_folder(out) as part:
+        counts = write_folder(part, choice, choice.fold(model, params), **settings)
+    return choice, counts
+
+
+def small(*overrides, vocab=50):
+    """(model, params) of a configuration of ours."""
+    cfg = compose(["model=tiny", "model.d_model=32", f"model.vocab_size={vocab}", "track=none", *overrides])
+    model = cfg.build("model")
+    return model, init_params(model, jax.random.key(3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_and_out_again_is_the_identity(name, tmp_path):
+    """Bit for bit, and the same model, whether the first config.json is at hand or the class is chosen afresh."""
+    source, model, params = loaded(name)
+    before = tensors_of(folder(name))
+    choice, counts = write(tmp_path / "out", model, params, source.config, shard_bytes=50_000)
+    assert choice.family.architectures[0] == source.config["architectures"][0]
+    again = HFFolder(tmp_path / "out")
+    assert differences(model, build(read_node(again))) == []
+    after = tensors_of(tmp_path / "out")
+    assert (
+        after.keys() == before.keys() == set(again.names())
+        and len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    )
+    assert all(np.array_equal(after[key], before[key]) and after[key].dtype == before[key].dtype for key in before)
+    assert counts == {
+        "tensors": len(before),
+        "params": sum(t.size for t in before.values()),
+        "bytes": sum(t.nbytes for t in before.values()),
+    }
+    if name in ("gpt2", "gemma2", "nanochat", "olmo2", "mimo_v2_flash"):
+        assert choose(model).family is choice.family
+
+
+NOPE = ["model.layers=2* global/dense*3 nope/dense", "+mixer@model.mixers.nope=gqa", "model.mixers.nope.rope=null"]
+
+
+@pytest.mark.parametrize(
+    "overrides, architecture",
+    [
+        ([], "LlamaForCausalLM"),
+        (["model.mixers.global.qk_norm=true"], "Qwen3ForCausalLM"),
+        (["model.mixers.global.qkv_bias=true"], "Qwen2ForCausalLM"),
+        (["model.mixers.global.window=7"], "MistralForCausalLM"),
+        ([*NOPE], "SmolLM3ForCausalLM"),
+        (["model.residual.scale=0.5", "model.embed_scale=2.0"], "GraniteForCausalLM"),
+        (["mixer@model.mixers.global=mla"], "DeepseekV3ForCausalLM"),
+    ],
+)  # fmt: skip
+def test_the_class_is_chosen_by_what_the_model_is(overrides, architecture):
+    assert choose(small(*overrides)[0]).family.architectures[0] == architecture
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        (["model.mixers.global.softcap=5.0"], "differs in .*softcap"),
+        (["model.mixers.global.chunk=8"], "layer 0, mixer.chunk: 8, not null"),
+        (["model.mixers.global.gate=true"], "gate: True, not False"),
+        (["rope@model.mixers.global.rope=ntk"], "NTKRoPE has no rope_type"),
+    ],
+)
+def test_what_stands_in_the_way_is_named(overrides, line):
+    with pytest.raises(UserError, match=f"format=hf: no Hugging Face class holds this model; .*{line}"):
+        choose(small(*overrides)[0])
+
+
+def test_layers_without_a_class_are_named():
+    model = small()[0]
+    strange = model.clone(mixers={**model.mixers, "linear": ToyRecurrent}, layers="global/dense | 2* linear/dense")
+    with pytest.raises(UserError, match=r"format=hf: no Hugging Face class has the layers linear \(ToyRecurrent\)"):
+        choose(strange)
+
+
+def test_factors_without_a_class_are_folded_into_the_weights(tmp_path):
+    """The quickstart's shape: a scaled, tied embedding with q/k norms. Out comes an untied Qwen 3 that computes the same."""
+    model, params = small("model.mixers.global.qk_norm=true", "model.embed_scale=5.7", "model.vocab_multiple=16")
+    choice, _ = write(tmp_path / "out", model, params)
+    assert choice.folded and choice.family.architectures[0] == "Qwen3ForCausalLM"
+    node, again = read_model(HFFolder(tmp_path / "out"))
+    assert (
+        node["vocab_size"] == 50
+        and not node["tie_embeddings"]
+        and tensors_of(tmp_path / "out")["lm_head.weight"].shape == (50, 32)
+    )
+    tokens = np.arange(24).reshape(2, 12) % 50
+    ours, theirs = (
+        jax.jit(lambda p, m=m: m.apply({"params": p}, Context.whole(tokens)))(p)[1].logits
+        for m, p in ((model, params), (build(node), again))
+    )
+    np.testing.assert_allclose(theirs, ours[..., :50], atol=1e-5, rtol=0)
+
+
+def test_a_padded_vocabulary_is_filled_with_zeros_and_cut_again(tmp_path):
+    source, model, _ = loaded("llama")
+    wide = model.clone(vocab_multiple=48)
+    params = read_params(source, wide)
+    assert params["embed"].shape == (96, 32) and not np.asarray(params["embed"])[64:].any()
+    write(tmp_path / "out", wide, params)
+    after, before = tensors_of(tmp_path / "out"), tensors_of(folder("llama"))
+    assert all(np.array_equal(after[key], before[key]) for key in before)
+
+
+def test_parameters_go_straight_into_the_shardings_of_a_mesh(devices):
+    """Each device gets its part, and each tensor is read once."""
+    source, model, whole = loaded("llama")
+    mesh = build_mesh({"fsdp": 2, "tensor": 2})
+    reads = []
+
+    class Counting:
+        where, config, names, shape, dtype = source.where, source.config, source.names, source.shape, source.dtype
+
+        def read(self, name):
+            reads.append(name)
+            return source.read(name)
+
+    params = leaves(read_params(Counting(), model, mesh=mesh))
+    assert sorted(reads) == sorted(source.names())
+    q = params["g0/b0/mixer/q_proj"]
+    assert len(q.sharding.device_set) == 4 and q.addressable_shards[0].data.shape == (2, 16, 2, 12)
+    for path, leaf in leaves(whole).items():
+        np.testing.assert_array_equal(np.asarray(params[path]), leaf, err_msg=path)
+
+
+def test_the_folder_appears_whole_or_not_at_all(tmp_path):
+    model, params = small()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        write(tmp_path / "full", model, params)
+    with pytest.raises(UserError, match="dtype=int8"):
+        write(tmp_path / "half", model, params, dtype="int8")
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", model, params, dtype="bfloat16")
+    assert HFFolder(tmp_path / "empty").dtype("model.norm.weight").name == "bfloat16"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "full"]
+    assert json.loads((tmp_path / "empty/config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_tokenizers_of_ours_give_others_the_same_ids(kind, tmp_path):
+    tokenizer = Bytes() if kind == "bytes" else BPE(vocab_size=300).fit(["hello, hello world\n" * 50], tmp_path)
+    for name, text in hf_files(tokenizer, 64).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_file(str(tmp_path / "tokenizer.json"))
+    text = "hello <|eos|> \u00e9\U0001f600\n"
+    assert library.encode("hello \u00e9\U0001f600\n").ids == tokenizer.prompt("hello \u00e9\U0001f600\n")
+    assert library.decode(tokenizer.encode("hello \u00e9\U0001f600\n")) == "hello \u00e9\U0001f600\n"
+    again = load_tokenizer(tmp_path)
+    assert again.prompt(text) == tokenizer.prompt(text) and again.stop_ids == (tokenizer.eos_id,)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+    }
+
+
+def test_a_folder_without_a_tokenizer_says_so():
+    said = []
+    assert foreign_tokenizer(loaded("llama")[0], said.append) is None
+    assert "holds no tokenizer.json, so text cannot be read or written, only token ids" in said[0]
+    assert declare(loaded("llama")[1])  # and the model is there all the same

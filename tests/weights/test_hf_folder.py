@@ -1,0 +1,277 @@
+"""Hugging Face folders: both spellings of config.json, and one clear line for everything that can be wrong or hostile."""
+
+import json
+import shutil
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+from golden_models import GOLDEN
+from safetensors.numpy import load_file, save_file
+
+from jaxllm.errors import UserError
+from jaxllm.weights.hf_folder import HFFolder, is_hf_folder
+from jaxllm.weights.layer_string import layer_string
+from jaxllm.weights.load import build, read_model, read_node
+from jaxllm.weights.open import is_foreign, open_tensors
+from jaxllm.weights.tensors import widest_dtype
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A function: the folder of a golden model to spoil, with keys of its config.json changed (None removes one)."""
+
+    def make(name="llama", **keys):
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(GOLDEN / name / "model.safetensors", folder)
+        config = json.loads((GOLDEN / name / "config.json").read_text()) | keys
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+        return folder
+
+    return make
+
+
+def refused(folder):
+    """The line that reading the model gives."""
+    with pytest.raises(UserError) as caught:
+        read_model(open_tensors(folder))
+    line = str(caught.value)
+    assert "\n" not in line and str(folder) in line
+    return line
+
+
+def spoil(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+# ---- tensors ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_missing_extra_and_mis_shaped_tensors_are_named(copy):
+    folder = copy()
+    name = "model.layers.1.mlp.up_proj.weight"
+    spoil(folder, lambda t: t.pop(name))
+    assert f"tensor {name} is missing; expected one of shape [48, 32]" in refused(folder)
+    spoil(folder, lambda t: t.update({name: np.zeros((32, 48), np.float32)}))
+    assert f"tensor {name}: expected shape [48, 32], found [32, 48]" in refused(folder)
+    spoil(folder, lambda t: t.update({name: np.zeros((48, 32), np.int32)}))
+    assert f"tensor {name} is of type int32" in refused(folder)
+    extra = {name: np.zeros((48, 32), np.float32), "model.layers.2.mlp.up_proj.weight": np.zeros((48, 32), np.float32)}
+    spoil(folder, lambda t: t.update(extra))
+    assert "tensor model.layers.2.mlp.up_proj.weight of shape [48, 32] belongs to no parameter" in refused(folder)
+
+
+def test_tables_of_angles_are_no_parameters_and_a_bare_backbone_has_shorter_names(copy):
+    folder = copy("gpt2")
+    before = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): array for name, array in before.items()}
+    save_file({**bare, "h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)}, folder / "model.safetensors")
+    _, params = read_model(open_tensors(folder))
+    np.testing.assert_array_equal(params["embed"], before["transformer.wte.weight"])
+    np.testing.assert_array_equal(params["g0"]["b0"]["ffn"]["up_proj"][1], before["transformer.h.1.mlp.c_fc.weight"])
+
+
+def test_a_tied_head_may_be_there_once_more_but_not_differ(copy):
+    folder = copy("qwen3")
+    spoil(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    read_model(open_tensors(folder))
+    spoil(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    assert "differs from model.embed_tokens.weight, though config.json ties them" in refused(folder)
+
+
+def test_half_precision_is_read_exactly_and_its_dtype_remembered(copy):
+    folder = copy()
+    before = load_file(folder / "model.safetensors")
+    half = {name: array.astype(ml_dtypes.bfloat16) for name, array in before.items()}
+    save_file(half, folder / "model.safetensors")
+    source = open_tensors(folder)
+    assert widest_dtype(source) == "bfloat16"
+    _, params = read_model(source)
+    assert params["embed"].dtype == np.float32
+    np.testing.assert_array_equal(params["embed"], half["model.embed_tokens.weight"].astype(np.float32))
+    save_file({**half, "model.norm.weight": before["model.norm.weight"]}, folder / "model.safetensors")
+    assert widest_dtype(open_tensors(folder)) == "float32"
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_pickles_are_not_opened(copy):
+    folder = copy()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "pytorch_model.bin only; pickled files can run code" in refused(folder)
+    (folder / "pytorch_model.bin").unlink()
+    assert "holds no weights" in refused(folder)
+
+
+def index(folder, table):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.safetensors", "/etc/passwd", "sub/a.safetensors", "..", "a\\..\\b.safetensors", ""]
+)
+def test_an_index_names_only_plain_files(copy, name):
+    folder = copy()
+    (folder.parent / "a.safetensors").write_bytes(b"")
+    index(folder, {"model.norm.weight": name})
+    assert "only plain file names of the same folder are opened" in refused(folder)
+
+
+def test_shards_that_are_missing_or_lie(copy):
+    folder = copy()
+    names = list(load_file(folder / "model.safetensors"))
+    index(folder, {name: "model-1.safetensors" for name in names})
+    assert "model.safetensors.index.json names model-1.safetensors, which is not there" in refused(folder)
+    index(folder, {**dict.fromkeys(names, "model.safetensors"), "model.more": "model.safetensors"})
+    assert "tensor model.more is missing, though model.safetensors.index.json says it is here" in refused(folder)
+    shutil.copy(folder / "model.safetensors", folder / "twice.safetensors")
+    index(folder, {**dict.fromkeys(names, "model.safetensors"), names[0]: "twice.safetensors"})
+    assert "is in model.safetensors too" in refused(folder)
+    (folder / "model.bin").write_bytes(b"")
+    index(folder, {names[0]: "model.bin"})
+    assert "'model.bin', which is not a .safetensors file" in refused(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    assert "must hold a JSON object" in refused(folder)
+
+
+def test_links_out_of_the_folder_are_refused_but_those_of_the_hub_cache_are_not(copy, tmp_path):
+    folder = copy()
+    outside = tmp_path / "outside.safetensors"
+    shutil.move(folder / "model.safetensors", outside)
+    (folder / "model.safetensors").symlink_to(outside)
+    assert "is a link to" in refused(folder) and "outside the folder" in refused(folder)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "123"
+    (tmp_path / "models--a--b" / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file, target in ((outside, "model.safetensors"), (folder / "config.json", "config.json")):
+        blob = tmp_path / "models--a--b" / "blobs" / target[:5]
+        shutil.copy(file, blob)
+        (snapshot / target).symlink_to(blob)
+    assert len(HFFolder(snapshot).names()) == 21
+
+
+def test_broken_headers(copy):
+    folder = copy()
+    whole = (folder / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", whole[:8])[0]
+    for content in (
+        whole[:-4],  # cut short
+        struct.pack("<Q", 2**40) + whole[8:],  # a header of a terabyte
+        struct.pack("<Q", size + 10**6) + whole[8:],  # longer than the file
+        whole[:8] + b"[" * size + whole[8 + size :],  # no JSON
+        whole[:8].replace(whole[:8], struct.pack("<Q", 3)) + b"{}x",
+        b"",
+    ):
+        (folder / "model.safetensors").write_bytes(content)
+        assert "is not a whole safetensors file" in refused(folder)
+
+
+# ---- config.json --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keys, line",
+    [
+        ({"model_type": "lama"}, "model_type='lama' is not known; did you mean 'llama'?"),
+        ({"model_type": ...}, "model_type=None is not known"),
+        (
+            {"architectures": ["MyForCausalLM"], "auto_map": {"AutoModel": "m.M"}},
+            "'MyForCausalLM', which is code in the folder",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised (gptq)"),
+        ({"hidden_act": "mish"}, "hidden_act='mish' is not available"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "rope_type='mrope' is not available"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' needs factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mystery": 1}}, "keys that are not known: mystery"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True changes what the model computes"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2 changes what the model computes"),
+        ({"hidden_size": "32"}, "hidden_size='32': expected a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: expected a whole number of at least 1"),
+        ({"attention_bias": "no"}, "attention_bias='no': expected true or false"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(copy, keys, line):
+    assert line in refused(copy(**keys))
+
+
+@pytest.mark.parametrize(
+    "name, keys, line",
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 1}, "layer 1 is a mixture of 4 experts, which is not available yet"),
+        ("mimo_v2_flash", {"mlp_layer_types": ["dense", "sparse"]}, "layer 1 is a mixture of 4 experts"),
+        ("gpt_oss", {}, "layer 0 is a mixture of 2 experts"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True changes"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layer_types: 'linear_attention' is not available",
+        ),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types: expected 2 entries"),
+        ("nanochat", {"attention_bias": True}, "attention_bias=True is not available"),
+    ],
+)
+def test_families_refuse_what_they_do_not_model(copy, name, keys, line):
+    assert line in refused(copy(name, **keys))
+
+
+def test_unknown_keys_are_said_and_known_ones_are_not(copy):
+    said = []
+    read_node(open_tensors(copy(brand_new="x", torch_dtype="float32", nothing=None)), said.append)
+    assert len(said) == 1 and said[0].endswith("have no effect: brand_new")
+
+
+def test_code_in_the_folder_is_not_needed_for_a_known_architecture(copy):
+    folder = copy(auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    (folder / "modeling.py").write_text("raise SystemExit('run')")
+    assert build(read_node(open_tensors(folder))).num_layers == 2
+
+
+V4 = {"rope_parameters": ..., "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 500.0}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 16}},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0},
+        ),
+    ],
+)
+def test_both_spellings_of_rotary_settings_mean_the_same(copy, tmp_path, old, new):
+    first = read_node(open_tensors(copy(**V4, **old)))
+    shutil.rmtree(tmp_path / "llama")
+    assert first == read_node(open_tensors(copy(rope_parameters=new)))
+    assert first["mixers"]["global"]["rope"]["theta"] == 500.0
+
+
+def test_layers_become_the_shortest_string_to_compile():
+    a, b, c = ("global", "dense"), ("nope", "dense"), ("local", "dense")
+    assert layer_string([a] * 4) == "4* global/dense"
+    assert layer_string(([a] * 3 + [b]) * 9) == "9* global/dense*3 nope/dense"
+    assert layer_string([c, a] * 13) == "13* local/dense global/dense"
+    assert layer_string([a] + [c] * 2 + [a]) == "global/dense | 2* local/dense | global/dense"
+    assert layer_string([a]) == "global/dense"
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    assert not is_hf_folder(tmp_path) and not is_foreign(tmp_path)
+    with pytest.raises(UserError, match="neither a Hugging Face folder"):
+        open_tensors(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="is not valid JSON"):
+        open_tensors(tmp_path)

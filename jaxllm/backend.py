@@ -24,6 +24,7 @@ def prepare(common: Common) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _logs(common.log_level)
+    quiet_late_callbacks()
     keep_freed_memory()
     import jax
 
@@ -46,6 +47,22 @@ def prepare(common: Common) -> None:
     # Everything is kept: a start-up is dozens of small programs, each far below JAX's one-second threshold.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def quiet_late_callbacks() -> None:
+    """Keep one harmless traceback off stderr: when a damaged array ends a checkpoint's reading, reads that were under way still report
+    to the event loop that has been closed, and that would bury the one line that says what is wrong."""
+    before = sys.unraisablehook
+    if getattr(before, "late_callbacks", False):
+        return
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            before(unraisable)
+
+    hook.late_callbacks = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
 
 
 def keep_freed_memory() -> bool:

@@ -297,7 +297,7 @@ class Checkpoints:
                 envelope = files.read_envelope(folder)
                 try:
                     found = read(folder, files.read_table(envelope))
-                except (OSError, ValueError, KeyError) as error:
+                except Exception as error:  # what Orbax raises for bad bytes has no type of its own
                     if isinstance(error, UserError) or files.not_damage(error):
                         raise
                     reason = self._damaged[candidate] = files.one_line(error)

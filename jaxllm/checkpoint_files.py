@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -201,22 +201,26 @@ def _refuse(folder: Path, problems: list[str], fix: str, shown: int = 3) -> None
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what led to it, outermost first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def one_line(error: BaseException, limit: int = 200) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    """Of the innermost cause, which knows the file; the outer ones of Orbax only point at it."""
+    text = next((t for e in reversed([*causes(error)]) if (t := " ".join(str(e).split()))), type(error).__name__)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def disk_full(error: BaseException | None) -> bool:
     """Whether a full disk (or quota) is behind an error. TensorStore reports it as text only."""
-    while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return any(getattr(e, "errno", None) in full or "No space left" in str(e) for e in causes(error))
 
 
 def not_damage(error: Exception) -> bool:
     """Rights, memory and the like: the checkpoint may be fine, so an older one must not quietly take its place."""
-    return isinstance(error, PermissionError) or str(error).startswith(
-        ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
-    )
+    passing = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
+    return any(isinstance(e, PermissionError | MemoryError) or str(e).startswith(passing) for e in causes(error))

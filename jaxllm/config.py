@@ -251,7 +251,7 @@ class Config:
         allow_targets: Iterable[str] = (),
         original_cwd: Path | None = None,
     ) -> Config:
-        """A saved configuration: data from anybody, so only jaxllm.* and optax.* (and `allow_targets`) may be built."""
+        """A saved configuration: data from anybody, so only `SAVED_TARGETS` and `allow_targets` may be built."""
         if len(text) > MAX_YAML_BYTES:
             raise UserError(f"config.yaml: {len(text)} characters, more than the {MAX_YAML_BYTES} that are read")
         try:

@@ -25,11 +25,10 @@ from jaxllm.errors import UserError
 from jaxllm.targets import (
     SUPPLIED,
     Parameter,
-    check_allowed,
     first_leaf,
     is_linen,
     is_node,
-    locate,
+    locate_allowed,
     nearest,
     parameters,
     show,
@@ -60,9 +59,7 @@ class Nodes:
         """Check one node and, if building, return the object (or the partial). `extra` wins over the node's keys."""
         extra = dict(extra or {})
         outer = inside.target if inside is not None else None
-        target = locate(node["_target_"], f"{key}._target_")
-        if self.allow is not None:
-            check_allowed(node["_target_"], target, self.allow, f"{key}._target_")
+        target = locate_allowed(node["_target_"], self.allow, f"{key}._target_")
         partial = node.get("_partial_", False)
         if not isinstance(partial, bool):
             raise UserError(f"{key}._partial_={show(partial)}: expected true or false")
@@ -213,7 +210,7 @@ class Nodes:
         kind = origin or hint
         if kind in SCALARS:
             raise mismatch(value["_target_"], hint, key)
-        target = locate(value["_target_"], f"{key}._target_")
+        target = locate_allowed(value["_target_"], self.allow, f"{key}._target_")
         known = isinstance(kind, type) and kind is not object and not getattr(kind, "_is_protocol", False)
         if known and isinstance(target, type) and not issubclass(kind, Mapping) and not issubclass(target, kind):
             raise UserError(f"{key}._target_={value['_target_']}: expected a {kind.__name__}")

@@ -23,9 +23,22 @@ from jaxllm.errors import UserError
 # A class may name more in a class variable `supplied`.
 SUPPLIED = ("d_model", "dtype", "param_dtype", "norm_eps", "eps", "site")
 LINEN_OWN = ("parent", "name")
-SAVED_TARGETS = ("jaxllm", "optax")
-# A saved config may name building blocks, never the program itself.
-NEVER_SAVED = ("jaxllm.run", "jaxllm.config", "jaxllm.nodes", "jaxllm.tasks")
+# What a saved configuration may name: the building blocks, and of jaxllm only classes, never a function that acts.
+SAVED_TARGETS = (
+    "jaxllm.model",
+    "jaxllm.layers",
+    "jaxllm.data.text",
+    "jaxllm.data.synthetic",
+    "jaxllm.data.hf",
+    "jaxllm.data.tokenizer",
+    "jaxllm.data.vocabulary",
+    "jaxllm.data.subword",
+    "jaxllm.training.objectives",
+    "jaxllm.training.optimisers",
+    "jaxllm.training.schedules",
+    "jaxllm.measure.trackers",
+    "optax",
+)
 
 
 def show(value: Any) -> str:
@@ -139,17 +152,28 @@ def _walk(module: types.ModuleType, names: list[str], path: str, key: str) -> An
     return found
 
 
-def check_allowed(path: str, target: Any, allow: tuple[str, ...], key: str) -> None:
-    """A saved config is data from somebody: it may name only these packages, and what they themselves define."""
+def locate_allowed(path: Any, allow: tuple[str, ...] | None, key: str) -> Any:
+    """`locate` for a saved config, which is data from somebody: nothing outside `allow` is even imported, and what is found must be
+    defined there too. allow: module prefixes; None = any, for what the user typed."""
+    if allow is None:
+        return locate(path, key)
+    if isinstance(path, str):
+        _check_allowed(path, path, allow, key)
+    target = locate(path, key)
     home = getattr(target, "__module__", "") or ""
-    for name in (path, home):
-        inside = any(name == prefix or name.startswith(prefix + ".") for prefix in allow)
-        own = any(name == prefix or name.startswith(prefix + ".") for prefix in NEVER_SAVED)
-        if not inside or own:
-            raise UserError(
-                f"{key}={path}: a saved config may build only {', '.join(p + '.*' for p in allow)}; "
-                f"if you trust this file, add allow_targets=[{path.split('.')[0]}]"
-            )
+    _check_allowed(home, path, allow, key)
+    if home.split(".")[0] == "jaxllm" and not isinstance(target, type):
+        raise UserError(f"{key}={path}: a saved config may build objects, not call the function {path.split('.')[-1]}")
+    return target
+
+
+def _check_allowed(name: str, path: str, allow: tuple[str, ...], key: str) -> None:
+    if not any(name == prefix or name.startswith(prefix + ".") for prefix in allow):
+        roots = dict.fromkeys(prefix.split(".")[0] for prefix in allow)
+        raise UserError(
+            f"{key}={path}: a saved config may build only the model, data and training parts of {', '.join(roots)}; "
+            f"if you trust this file, add allow_targets=[{path.split('.')[0]}]"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- what it takes

@@ -1,10 +1,13 @@
-"""Freed memory is kept: a repeated step of hundreds of MiB faults no page in again."""
+"""What is settled before JAX runs: freed memory is kept, harmless tracebacks stay off stderr."""
 
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+
+from jaxllm import backend
 
 PROGRAM = """
 import ctypes, resource, threading
@@ -50,3 +53,13 @@ def test_a_repeated_step_faults_no_memory_in(root):
         pytest.skip("the C library is not glibc, or MALLOC_* is set")
     assert count < 2000
     assert faults(False)[1] > 20000, "without it every step faults its scratch in again: the setting does something"
+
+
+def test_late_callbacks_of_a_closed_loop_are_quiet_and_others_are_not(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    backend.quiet_late_callbacks()
+    backend.quiet_late_callbacks()  # twice is once
+    for text in ("Event loop is closed", "something else"):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text)))
+    assert seen == ["something else"]

@@ -248,6 +248,24 @@ def test_damage_that_only_reading_shows_falls_back_too(saved):
     assert run.steps() == [10, 20]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # see backend.quiet_late_callbacks
+def test_flipped_bytes_fall_back_when_read_onto_devices(saved):
+    largest = _largest(saved / "20")
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 4 : len(data) // 2] = bytes(255 - x for x in data[len(data) // 4 : len(data) // 2])
+    largest.write_bytes(data)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract(make_state(20)))
+    said: list[str] = []
+    run = Checkpoints(saved)
+    state, _, step = run.restore(wanted, warn=said.append)
+    assert step == 10 and len(said) == 1 and "checkpoint 20" in said[0]
+    assert_equal(state, make_state(10))
+    with pytest.raises(UserError, match="checkpoint 20 cannot be used; tried: 20") as caught:
+        Checkpoints(saved).restore(wanted, step=20)
+    assert "\n" not in str(caught.value) and "bound method" not in str(caught.value)
+
+
 def test_missing_rights_are_not_taken_for_damage(saved, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -12,8 +12,9 @@ import pytest
 
 from jaxllm.errors import UserError
 from jaxllm.layers.gqa import GQA
+from jaxllm.model import LanguageModel
 from jaxllm.nodes import Nodes
-from jaxllm.targets import locate, nearest, parameters
+from jaxllm.targets import SAVED_TARGETS, locate, nearest, parameters
 
 
 class Colour(enum.Enum):
@@ -214,14 +215,27 @@ def test_a_missing_name_and_a_missing_module_are_told_apart(tmp_path, monkeypatc
     "target",
     ["os.system", "subprocess.run", "builtins.eval", "jaxllm.run.os.system", "jaxllm.folder.os.rmdir",
      "jaxllm.run.main", "jaxllm.config.Config.load", "jaxllm_evil.X", "shutil.rmtree",
-     "optax._src.base.jax.device_put"],
+     "optax._src.base.jax.device_put", "jaxllm.folder.write_text", "jaxllm.data.text.Path.unlink",
+     "jaxllm.checkpoint.Checkpoints", "jaxllm.layers.base.fan_in", "jaxllm.data.tokenizer.load_tokenizer"],
 )
-def test_a_saved_config_builds_only_our_own_and_optax(target):
-    walk = Nodes(allow=("jaxllm", "optax"), build=True)
-    with pytest.raises(UserError, match="a saved config may build only|no module named|has no"):
+def test_a_saved_config_builds_only_the_parts_of_a_run(target):
+    walk = Nodes(allow=SAVED_TARGETS, build=True)
+    with pytest.raises(UserError, match="a saved config may (build|not)|no module named|has no"):
         walk.node({"_target_": target}, "model")
+    with pytest.raises(UserError, match="a saved config may (build|not)|no module named|has no|expected a"):
+        walk.value({"_target_": target}, LanguageModel, "model")
     assert walk.node({"_target_": "optax.sgd", "learning_rate": 0.1}, "optim").init({}) is not None
-    assert Nodes(allow=("jaxllm", HERE), build=True).node(outer(), "x") == Outer(1)
+    assert Nodes(allow=(*SAVED_TARGETS, HERE), build=True).node(outer(), "x") == Outer(1)
+
+
+def test_a_saved_config_does_not_even_import_what_it_may_not_name(tmp_path, monkeypatch):
+    (tmp_path / "evil_side_effect.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass X: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    walk = Nodes(allow=SAVED_TARGETS)
+    for look in (lambda n: walk.node(n, "model"), lambda n: walk.value(n, LanguageModel, "model")):
+        with pytest.raises(UserError, match="a saved config may build only"):
+            look({"_target_": "evil_side_effect.X"})
+    assert not (tmp_path / "ran").exists()
 
 
 def test_functions_are_checked_by_their_signature():

@@ -145,7 +145,7 @@ def translate(error: Exception, conf_dirs: Sequence[Path], typed: Sequence[str] 
         return UserError(f"{several[1]}: several values need -m (a sweep), brackets (a list) or quotes (a text)")
     if isinstance(error, ConfigCompositionException):
         cause = " ".join(str(error.__cause__).split("\n")[0].split()) if error.__cause__ is not None else ""
-        text = text.replace("override ++", "override ")
+        text = text.replace("override ++", "override ").partition(" To append to your default list")[0]
         return UserError(f"{text} ({cause})" if cause and cause not in text else text)
     key, first = getattr(error, "full_key", None), " ".join(str(error).split("\n")[0].split())
     return UserError(f"{key}: {first}" if key and key not in first else first)

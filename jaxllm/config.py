@@ -71,11 +71,19 @@ class MeshSettings:
     axis_type: Literal["auto", "explicit"] = "auto"
 
     def __post_init__(self) -> None:
-        from jaxllm.mesh import AXES
+        from jaxllm.mesh import AXES, RULES
 
         for name, size in self.axes.items():
             if name not in AXES:
                 raise UserError(f"mesh.axes.{name}={size}: unknown mesh axis{suggest(name, AXES, 'mesh.axes.')}")
+        for name, axes in (self.rules or {}).items():
+            if name not in RULES:
+                raise UserError(
+                    f"mesh.rules.{name}={show(axes)}: unknown logical axis{suggest(name, RULES, 'mesh.rules.')}"
+                )
+            for axis in [axes] if isinstance(axes, str) else axes or []:
+                if axis not in AXES:
+                    raise UserError(f"mesh.rules.{name}={axis}: unknown mesh axis{suggest(axis, AXES)}")
 
 
 SECTIONS = {
@@ -91,8 +99,6 @@ ROOT_SECTIONS = {  # their fields are root keys
 }
 STAGES = "jaxllm.training.settings.StageSettings"
 GROUPS = ("model", "data", "optim", "objective", "track")  # roots of target nodes
-
-
 
 
 def options(group: str, conf: Path = CONF) -> list[str]:

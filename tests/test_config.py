@@ -131,6 +131,8 @@ MISTAKES = {
     "stages=[{frezee: [a]}]": "stages.0.frezee=['a']: unknown key; did you mean stages.0.freeze?",
     "stages=3": "stages=3: expected a list of stages",
     "mesh.axes.fdsp=2": "mesh.axes.fdsp=2: unknown mesh axis; did you mean mesh.axes.fsdp?",
+    "mesh.rules.embedd=fsdp": "mesh.rules.embedd=fsdp: unknown logical axis; did you mean mesh.rules.embed?",
+    "mesh.rules.embed=fdsp": "mesh.rules.embed=fdsp: unknown mesh axis; did you mean fsdp?",
     "mesh.axes.data=two": "mesh.axes.data=two: expected a whole number",
     "task=coutn": "task=coutn: no such task; did you mean count?",
     "top_p=x": "top_p=x: expected a number",

@@ -1,13 +1,14 @@
 """Documents to token files and back: what lies in one entry of the token cache.
 
-    tokens.bin    uint16 or uint32, little endian, all documents end to end: `bos` (where there is one), text, `eos`
-    trained.bin   uint8 per token, only where some tokens are context and no labels
-    lengths.bin   int64 per document
-    tokenizer/    the tokenizer, as `load_tokenizer` reads it
-    meta.json     the number formats and the corpus' facts
+tokens.bin    uint16 or uint32, little endian, all documents end to end: `bos` (where there is one), text, `eos`
+trained.bin   uint8 per token, only where some tokens are context and no labels
+lengths.bin   int64 per document
+tokenizer/    the tokenizer, as `load_tokenizer` reads it
+meta.json     the number formats and the corpus' facts
 """
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -38,10 +39,27 @@ def pieces(document: Document) -> Pieces:
 
 
 def training_texts(documents: Documents, val_every: int) -> Iterator[str]:
-    """Texts a tokenizer may be trained on: those of the training documents."""
+    """Texts a tokenizer may be trained on: those of the training documents, also where `divide` must cut one."""
+    cut, kept = _held_tail(documents, val_every)
     for index, document in enumerate(filter(None, map(pieces, documents.read()))):
-        if not is_validation(index, val_every):
-            yield "".join(text for text, _ in document)
+        text = "".join(text for text, _ in document)
+        if index == cut:
+            yield text[:kept]
+        elif cut is not None or not is_validation(index, val_every):
+            yield text
+
+
+def _held_tail(documents: Documents, val_every: int) -> tuple[int | None, int]:
+    """(index of the document whose end is held out, characters before that), or None where whole documents are.
+
+    Tokens are not known yet, so twice the share is left out: text differs in how well it compresses.
+    """
+    few = itertools.islice(filter(None, map(pieces, documents.read())), val_every)
+    sizes = [sum(len(text) for text, _ in document) for document in few]
+    if not sizes or len(sizes) >= val_every:
+        return None, 0
+    longest = max(range(len(sizes)), key=sizes.__getitem__)
+    return longest, sizes[longest] - min(2 * sum(sizes) // val_every, sizes[longest] // 2)
 
 
 def batches(documents: Documents) -> Iterator[list[Pieces]]:
@@ -62,8 +80,10 @@ def join(tokenizer: Tokenizer, parts: Ids, dtype: np.dtype[Any]) -> tuple[np.nda
     """A document's tokens, `bos` (where there is one) before and `eos` after, and which of them may be labels."""
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     whole = [(begin, True), *parts, ([tokenizer.eos_id], True)]
-    return (np.concatenate([np.array(ids, dtype) for ids, _ in whole]),
-            np.concatenate([np.full(len(ids), flag, np.uint8) for ids, flag in whole]))
+    return (
+        np.concatenate([np.array(ids, dtype) for ids, _ in whole]),
+        np.concatenate([np.full(len(ids), flag, np.uint8) for ids, flag in whole]),
+    )
 
 
 def write_tokens(documents: Documents, tokenizer: Tokenizer, place: Path, log: Log) -> None:
@@ -95,12 +115,20 @@ def write_tokens(documents: Documents, tokenizer: Tokenizer, place: Path, log: L
     with flushed(place / "lengths.bin") as out:
         out.write(np.array(lengths, "<i8").tobytes())
     tokenizer.save(place / "tokenizer")
-    facts = documents.facts | {"documents": len(lengths), "bytes": size, "sha256": digest.hexdigest(),
-                               "tokens": sum(lengths), "vocab_size": tokenizer.vocab_size}
+    facts = documents.facts | {
+        "documents": len(lengths),
+        "bytes": size,
+        "sha256": digest.hexdigest(),
+        "tokens": sum(lengths),
+        "vocab_size": tokenizer.vocab_size,
+    }
     with flushed(place / "meta.json") as out:
         out.write(json.dumps({"dtype": name, "masked": documents.masked, "facts": facts}, indent=1).encode())
-    say(log, f"data: {len(lengths):,} documents, {megabytes(size)}, {sum(lengths):,} tokens "
-             f"({size / sum(lengths):.2f} bytes a token) in {time.monotonic() - begun:.1f} s")
+    say(
+        log,
+        f"data: {len(lengths):,} documents, {megabytes(size)}, {sum(lengths):,} tokens "
+        f"({size / sum(lengths):.2f} bytes a token) in {time.monotonic() - begun:.1f} s",
+    )
 
 
 def read_tokens(entry: Path) -> tuple[Tokenizer, TokenStore, dict[str, Any]]:

@@ -113,26 +113,15 @@ def training_memory(
     """Bytes a device holds in training: parameters, gradients, optimiser state, and what one micro-batch keeps for its backward."""
     train: TrainSettings = cfg.section("train")
     place = cfg.section("mesh")
-    state = abstract_state(model, cfg.build("optim"), declared=declared)
-    shardings = param_shardings(declared, mesh, place.rules)
-    by_shape = {
-        (s.shape, s.dtype): sh for s, sh in zip(jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
-    }
-
-    def placed(tree: Any) -> Any:
-        """Optimiser leaves mirror a parameter of their shape and live where it lives."""
-        one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_shape.get((x.shape, x.dtype)))  # noqa: E731
-        return jax.tree.map(one, tree)
-
-    params = placed(state.params)
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), params)
+    state = abstract_state(model, cfg.build("optim"), mesh=mesh, rules=place.rules, declared=declared)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.params)
     rows = rows or max(1, train.batch_size // train.accumulate)
     length = length or train.seq_len
     ways = mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
     per_device = {
-        "params": shard_bytes(params),
+        "params": shard_bytes(state.params),
         "grads": shard_bytes(grads),
-        "optimiser": shard_bytes(placed((state.opt_state, state.master))),
+        "optimiser": shard_bytes((state.opt_state, state.master)),
         # Each device keeps its rows whole; what tensor parallelism also splits is left out, so this is an upper bound there.
         "activations": activation_bytes(cfg, model, state.params, -(-rows // ways), length),
     }

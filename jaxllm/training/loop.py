@@ -185,6 +185,8 @@ class Loop:
                         stopping = _agreed(self.outside.stop())
                         self._after(stage, state, step + 1, evaluate, stopping)
                     except _Ended as ended:
+                        if self._flight is not None:  # its update is in the state, so its tokens were seen
+                            self.tokens += int(self._flight.metrics["tokens"])
                         self._save(state, int(state.step))
                         raise ended.error from None
                     if stopping:

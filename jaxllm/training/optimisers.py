@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxllm.errors import UserError
@@ -57,8 +58,8 @@ class Optimiser:
     finite_updates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise UserError(f"lr: {self.lr} must be above 0")
+        if not 0 < self.lr < np.finfo(np.float32).max:  # the step holds it so
+            raise UserError(f"lr: {self.lr} must be above 0 and finite in float32")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UserError(f"clip_norm: {self.clip_norm} must be above 0, or null for no clipping")
 

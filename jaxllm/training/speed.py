@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -90,6 +91,6 @@ def progress_line(step: int, steps: int, loss: float, speed: float | None, eta: 
     parts += [
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in more.items()
-        if value
+        if value and not (isinstance(value, float) and not math.isfinite(value))
     ]
     return "  ".join(parts)

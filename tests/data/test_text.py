@@ -143,3 +143,17 @@ def test_every_data_yaml_names_the_fields_of_its_class():
         assert all(node[k] in (fields[k], "???") for k in node), path
         seen.append(name)
     assert sorted(seen) == ["BPE", "Bytes", "HF", "Synthetic", "Text", "TokenizerFile"]
+
+
+@pytest.mark.parametrize("documents", [1, 3])
+def test_a_tokenizer_never_sees_the_end_that_is_held_out(tmp_path, documents):
+    """Fewer documents than `val_every`: the end of the longest is held out, so its words may not become tokens."""
+    for i in range(documents):
+        tail = "zebra zebra " * 40 if i == 0 else ""
+        (tmp_path / f"{i}.txt").write_text("some plain words here " * (400 - 100 * bool(i)) + tail)
+    tokenizer = BPE(vocab_size=300, min_frequency=2)
+    corpus = prepared(tmp_path, path="*.txt", tokenizer=tokenizer, val_every=20)
+    held = corpus.tokenizer.decode(corpus.val.document(0))
+    assert "zebra" in held
+    assert len(corpus.tokenizer.encode("zebra")) == 5  # letter by letter: no merge was learned from it
+    assert len(corpus.tokenizer.encode("words")) < 5

@@ -98,3 +98,15 @@ def test_mistakes():
         run("count.context=0")
     with pytest.raises(UserError, match="max_seq_len"):
         run("model.max_seq_len=16", "count.context=17")
+
+
+def test_equal_shapes_that_are_split_differently_keep_their_own_share():
+    """up_proj and down_proj are both [64, 64] here, split over opposite axes; moments lie as their parameters do."""
+    parts = run(
+        "count.phase=train",
+        "model.ffns.dense.d_ff=64",
+        "mesh.axes.tensor=2",
+        "mesh.axes.fsdp=4",
+        "mesh.rules.embed=null",
+    )[1]["train_bytes_parts"]
+    assert parts["optimiser"] == 2 * parts["params"] + 4  # two moments and a count

@@ -92,6 +92,7 @@ def test_optax_keeps_decay_on_matrices(tiny):
     "make, message",
     [
         (lambda: AdamW(lr=0.0), "lr: 0.0"),
+        (lambda: AdamW(lr=1e39), "finite in float32"),
         (lambda: AdamW(b2=1.0), "b2: 1.0"),
         (lambda: AdamW(clip_norm=-1.0), "clip_norm"),
         (lambda: Optax(optimizer=functools.partial(optax.sgd, learning_rate=1.0)).transform({}), "learning_rate"),

@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.cache import check_capacity
 from jaxllm.data.vocabulary import Tokenizer
 from jaxllm.errors import UserError
+from jaxllm.inference.layout import laid_out
 from jaxllm.inference.programs import Programs, Progress, bucket
 from jaxllm.inference.sampling import Sampling, SamplingParams
 from jaxllm.inference.transcript import Generation, OnText, Stats, Transcript
@@ -50,10 +51,13 @@ class Generator:
         """How often anything was traced: constant once all shapes in use are warm."""
         return self.programs.traces
 
-    def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Weights for `generate` from a parameter tree: unstacked, fused for decoding, on the device. Pure."""
+    def prepare(self, params: Mapping[str, Any], rows: int = 1) -> dict[str, Any]:
+        """Weights for `generate` from a parameter tree: unstacked, fused for decoding, on the device. Pure.
+
+        rows: how many prompts will be decoded together. Any number can be; weights made for that many are the fastest (`layout.py`).
+        """
         flat = unstack(self.model, params) if self.model.scan else dict(params)
-        return jax.tree.map(jnp.asarray, self.programs.model.prepare(flat))
+        return laid_out(jax.tree.map(jnp.asarray, self.programs.model.prepare(flat)), rows)
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raises UserError for a prompt that cannot be continued by `max_new_tokens` tokens."""
@@ -262,7 +266,7 @@ def sample_text(
         max_new_tokens = min(max_new_tokens, limit - 1)
         ids = [row[-(limit - max_new_tokens) :] for row in ids]
     sampling = [SamplingParams(temperature, top_k, top_p, min_p, seed + i) for i in range(len(ids))]
-    weights = generator.prepare(params)
+    weights = generator.prepare(params, rows=len(ids))
     done, _ = generator.generate(weights, ids, max_new_tokens=max_new_tokens, sampling=sampling)
     return [
         {"prompt": prompt, "text": row.text, "tokens": row.tokens, "finish": row.finish}

@@ -147,7 +147,7 @@ class GQA(Layer, kw_only=True):
     def _project(self, x: Array) -> dict[str, Array]:
         """`x [b t d]` -> `q [b t h k]`, `k [b t g k]`, `v [b t g v]` and `gate [b t h v]` where there is one."""
         if self.has_variable("params", "qkv_proj"):  # made by `prepare`
-            y = jnp.einsum("btd,dn->btn", x, self.get_variable("params", "qkv_proj").astype(self.dtype))
+            y = linear(x, self.get_variable("params", "qkv_proj").astype(self.dtype))
             if self.qkv_bias:
                 y = y + self.get_variable("params", "qkv_bias").astype(self.dtype)
             return self._unfuse(y)

@@ -59,9 +59,8 @@ class MLP(Layer, kw_only=True):
             return y
 
         if self.has_variable("params", "gate_up_proj"):  # made by `prepare`: one matmul reads both
-            gate, up = jnp.split(
-                jnp.einsum("btd,df->btf", x, self.get_variable("params", "gate_up_proj").astype(self.dtype)), 2, axis=-1
-            )
+            both = linear(x, self.get_variable("params", "gate_up_proj").astype(self.dtype))
+            gate, up = jnp.split(both, 2, axis=-1)
             hidden = act(gate) * up
         elif self.gated:
             gate = shard(project("gate_proj", x, (d, f), ("embed", "mlp")), "batch", "length", "act_mlp")

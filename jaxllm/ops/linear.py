@@ -5,7 +5,9 @@ in an up-projection, together with the whole elementwise chain that makes it; an
 backward. Written out, `dw = x^T dy` transposes x once for all projections of the same x, and only gate and up are kept.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,33 @@ def linear_naive(x: Array, w: Array, inputs: int = 1) -> Array:
     return jnp.tensordot(x, w, axes=inputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linear(x: Array, w: Array, inputs: int = 1) -> Array:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("w",), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A weight `[in.., out]` held as the matrix `[out, in]`, which XLA on CPU multiplies faster by two rows or more. See `linear`."""
+
+    w: Array
+
+    @classmethod
+    def of(cls, w: Array) -> "Transposed":
+        return cls(jnp.asarray(w).reshape(-1, w.shape[-1]).T)
+
+    def astype(self, dtype: Any) -> "Transposed":
+        return self if self.w.dtype == dtype else Transposed(self.w.astype(dtype))
+
+
+def linear(x: Array, w: Array | Transposed, inputs: int = 1) -> Array:
     """`y[.., o] = sum_i x[.., i] w[i, o]` with i the last `inputs` axes of x: `[b t d] x [d h k] -> [b t h k]`.
 
-    dx = dy w^T and dw = x^T dy, accumulated in fp32 and returned in the dtypes of x and w.
+    dx = dy w^T and dw = x^T dy, accumulated in fp32 and returned in the dtypes of x and w. A `Transposed` weight is for inference.
     """
+    if isinstance(w, Transposed):
+        return jnp.einsum("...i,oi->...o", x.reshape(*x.shape[: x.ndim - inputs], -1), w.w)
+    return _linear(x, w, inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _linear(x: Array, w: Array, inputs: int) -> Array:
     return linear_naive(x, w, inputs)
 
 
@@ -40,7 +63,7 @@ def _linear_backward(inputs: int, saved: tuple[Array, Array], dy: Array) -> tupl
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-linear.defvjp(_linear_forward, _linear_backward)
+_linear.defvjp(_linear_forward, _linear_backward)
 
 
 def swiglu_naive(gate: Array, up: Array) -> Array:

@@ -37,7 +37,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     generator = Generator(source.model, source.tokenizer)
     chat = _chat(settings, source.tokenizer)
     prompts = [_ids(row, generator, settings, chat) for row in asked]
-    weights = generator.prepare(source.params)
+    weights = generator.prepare(source.params, rows=min(len(prompts), ROWS))
     io.log(f"checkpoint {source.folder} (step {source.step})")
 
     shared = {"step": source.step, "checkpoint": str(source.folder)}

@@ -18,6 +18,7 @@ from jaxllm.layers.base import Context
 from jaxllm.layers.gqa import GQA
 from jaxllm.layers.mlp import MLP
 from jaxllm.model import LanguageModel
+from jaxllm.ops.linear import Transposed
 from jaxllm.params import init_params
 
 LIMIT = 64
@@ -400,6 +401,19 @@ def test_a_16_bit_model_is_computed_in_float32_on_cpu():
         assert int(plain_logits(ids, wide).argmax()) == token
         ids.append(token)
     assert generator.traces - traces <= 4
+
+
+def test_weights_laid_out_for_many_rows_give_the_same_tokens():
+    _, params, generator, weights = tiny()
+    many = generator.prepare(params, rows=2)
+    assert jax.tree.structure(many) != jax.tree.structure(weights)
+    assert (
+        sum(isinstance(a, Transposed) for a in jax.tree.leaves(many, is_leaf=lambda a: isinstance(a, Transposed))) == 8
+    )
+    prompts = prompts_of(5, 9)
+    rows, again = (generator.generate(w, prompts, max_new_tokens=6, sampling=GREEDY)[0] for w in (weights, many))
+    assert [row.tokens for row in rows] == [row.tokens for row in again]
+    np.testing.assert_allclose(rows[0].logprobs, again[0].logprobs, atol=1e-4)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")

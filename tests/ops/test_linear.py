@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.ops.linear import linear, linear_naive, rms, rms_naive, swiglu, swiglu_naive
+from jaxllm.ops.linear import Transposed, linear, linear_naive, rms, rms_naive, swiglu, swiglu_naive
 
 
 def draw(*shapes, dtype=jnp.float32):
@@ -59,3 +59,13 @@ def test_bfloat16_gradients_come_back_in_bfloat16():
     _, (want_x, want_w) = value_and_grads(lambda x, w: linear_naive(x, w), x.astype(jnp.float32), w.astype(jnp.float32))
     np.testing.assert_allclose(np.asarray(dx, np.float32), want_x, rtol=0.02, atol=0.05)
     np.testing.assert_allclose(np.asarray(dw, np.float32), want_w, rtol=0.02, atol=0.05)
+
+
+def test_a_transposed_weight_gives_the_same_product():
+    rng = np.random.default_rng(5)
+    x, w = rng.standard_normal((2, 3, 4, 6), np.float32), rng.standard_normal((4, 6, 5), np.float32)
+    held = Transposed.of(jnp.asarray(w))
+    assert held.w.shape == (5, 24) and held.astype(jnp.bfloat16).w.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        linear(jnp.asarray(x), held, 2), linear_naive(jnp.asarray(x), jnp.asarray(w), 2), rtol=1e-5, atol=1e-5
+    )

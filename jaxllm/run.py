@@ -40,8 +40,8 @@ from jaxllm.tasks import TASKS, WRITES, TaskIO
 FLAGS_WITH_VALUE = "-cd --config-dir -cn --config-name -cp --config-path -c --cfg -p --package".split()
 FLAGS = "-h --help --hydra-help --resolve -r --run -m --multirun -i --info -sc --shell-completion".split()
 # Values that are free text: kept whole, whatever commas, quotes or brackets they hold. Paths only outside sweeps.
-TEXT_KEYS = ("prompt",)
-PATH_KEYS = ("source", "run_dir", "prompts", "name", "data.path")
+TEXT_KEYS = ("prompt", "system")
+PATH_KEYS = ("source", "run_dir", "prompts", "name", "data.path", "out", "tokens", "reference")
 INTERRUPTED = 130
 
 
@@ -161,7 +161,8 @@ class Session:
                     io.run_dir, io.resume = run.path, run.resumed
                 with io.stop.on_signals(io.log):
                     fields |= importlib.import_module(TASKS[cfg.task]).run(cfg, io)
-                if io.stop.requested:
+                # A signal that came when the work was already done interrupted nothing; the task knows.
+                if fields.pop("interrupted", io.stop.requested):
                     fields["interrupted"], code = True, INTERRUPTED
             except BaseException as error:
                 code = self.report(error, io)
@@ -183,7 +184,7 @@ class Session:
             target = self._job_path(common, now)
             if (target / folder.CONFIG).is_file():  # go on with what the folder says, but for what was typed now
                 return Config.load(target, values, common.allow_targets, self.cwd), False
-        return Config(tree, explicit=values, choices=choices, original_cwd=self.cwd), True
+        return Config(tree, explicit=values, choices=choices, groups=groups, original_cwd=self.cwd), True
 
     @staticmethod
     def _job_path(common: Common, now: Any) -> Path:
@@ -288,7 +289,9 @@ def _line(error: BaseException, conf_dirs: Sequence[Path] = (CONF,), typed: Sequ
 def _literal(key: str, value: str) -> str | None:
     if key in TEXT_KEYS:
         return value
-    if value in ("", "null"):
+    if value == "":
+        raise UserError(f"{key}=: is empty (an unset variable?); give a value, or leave the key out")
+    if value == "null":
         return None
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 

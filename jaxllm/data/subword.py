@@ -68,14 +68,15 @@ class JsonTokenizer(Tokenizer):
         return self._stop_ids
 
     def _read_stop_ids(self) -> tuple[int, ...]:
-        """`eos_id`, then the `eos_token_id` of generation_config.json: one id, or a list of them."""
+        """`eos_id`, then the `eos_token_id` of generation_config.json: one id, or a list of them.
+
+        Ids beyond the vocabulary are left out: what has no text is never drawn.
+        """
         named = parsed(self.companions.get("generation_config.json")).get("eos_token_id")
         more = named if isinstance(named, list) else [] if named is None else [named]
-        for value in more:
-            if not self._is_id(value):
-                raise UserError(f"generation_config.json: eos_token_id={named!r} is not in the tokenizer's vocabulary "
-                                f"(0..{len(self.pieces) - 1})")
-        return tuple(dict.fromkeys([self.eos_id, *more]))
+        if not all(isinstance(value, int) and not isinstance(value, bool) for value in more):
+            raise UserError(f"generation_config.json: eos_token_id={named!r} is no token id, and no list of them")
+        return tuple(dict.fromkeys([self.eos_id, *filter(self._is_id, more)]))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:

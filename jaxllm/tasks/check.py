@@ -25,8 +25,8 @@ HIDDEN = re.compile(r"hidden_(\d+)")
 def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     """`max_abs, kl, first_bad_layer, greedy_equal`, `hidden_max_abs` by layer, and whether all is within `tolerance`.
 
-    `first_bad_layer`: the first layer whose output differs, counted from 0; -1 = the embedding already does, as many as there are
-    layers = only the final norm does; null = none, or the reference holds no hidden states.
+    `first_bad_layer`: the first layer whose output differs, counted from 0; -1 = the embedding already does; null = none, or the
+    reference holds no hidden states. The last layer's output is seen through the final norm, so the two are not told apart.
     """
     settings: CheckSettings = cfg.section("check")
     if cfg.source is None or settings.reference is None:
@@ -59,7 +59,7 @@ def compare(source: Source, reference: dict[str, np.ndarray], tolerance: float) 
             )
         apart[i] = float(np.abs(hidden[i] - want).max())
         if bad is None and not _equal(hidden[i], want, tolerance):
-            bad = i - 1 if i < model.num_layers else model.num_layers
+            bad = i - 1
     result = {
         "max_abs": float(np.abs(logits - wanted).max()),
         "kl": divergence(wanted, logits),
@@ -112,7 +112,11 @@ def read_reference(path: Path) -> dict[str, np.ndarray]:
 
 def report(result: dict[str, Any], layers: int) -> list[str]:
     """The result in words."""
-    where = {None: "no layer differs", -1: "the embedding differs", layers: "the final norm differs"}
+    where = {
+        None: "no layer differs",
+        -1: "the embedding differs",
+        layers - 1: "the last layer or the final norm differs",
+    }
     bad = result["first_bad_layer"]
     lines = [f"hidden {i:3d}   {value:.2e}" for i, value in result["hidden_max_abs"].items()]
     lines.append(f"logits       {result['max_abs']:.2e}   KL {max(result['kl'], 0.0):.2e} nats")

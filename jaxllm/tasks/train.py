@@ -17,25 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 
-from jaxllm.checkpoint import Checkpoints
-from jaxllm.config import CONF, Config
+from jaxllm.checkpoint import Checkpoints, read_meta
+from jaxllm.config import Config
 from jaxllm.data.checks import Log
 from jaxllm.data.corpus import Corpus, Source
 from jaxllm.data.loader import Loader
 from jaxllm.data.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from jaxllm.errors import UserError
+from jaxllm.folder import CONFIG, write_text
 from jaxllm.inference.generate import Generator, sample_text
 from jaxllm.measure import plots
 from jaxllm.measure.chips import peak_flops
 from jaxllm.measure.environment import environment
 from jaxllm.measure.memory import check_room, shard_bytes
 from jaxllm.measure.trackers import Tracker
-from jaxllm.mesh import build_mesh
+from jaxllm.mesh import build_mesh, check_batch, param_shardings
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, is_declared
 from jaxllm.tasks import TaskIO
-from jaxllm.tasks.source import build_model, pack_tokenizer
+from jaxllm.tasks.source import build_model, open_source, pack_tokenizer
 from jaxllm.training.loop import Data, Loop, Outside, Result
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.stages import Stage, plan
@@ -51,17 +52,25 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     place = cfg.section("mesh")
     mesh = build_mesh(place.axes, axis_type=place.axis_type)
     io.log(f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh {_sizes(mesh.shape)}")
-    corpus = _corpus(cfg, io, io.run_dir)
-    model = build_model(cfg, corpus.tokenizer)
-    optimiser = cfg.build("optim")
+    cfg, tokenizer, params = _given(cfg, io, mesh, place.rules)
     entries = cfg.section("stages")
+    optimiser, objectives = cfg.build("optim"), cfg.build("objective")
     schedules = {i: cfg.build_node(s.schedule, f"stages.{i}.schedule") for i, s in enumerate(entries) if s.schedule}
+    if cfg.get("model.vocab_size") is None:
+        cfg.build("model", vocab_size=1)  # its mistakes too are told before any text is read
+    corpus = _corpus(cfg, io, io.run_dir, tokenizer)
+    model = build_model(cfg, corpus.tokenizer)
     declared = declare(model)
-    stages = plan(settings, entries, model, optimiser, cfg.build("objective"), schedules, declared)
+    stages = plan(settings, entries, model, optimiser, objectives, schedules, declared)
+    for stage in stages:
+        check_batch(stage.batch_size // stage.accumulate, mesh, place.rules)
     data = _Opener(cfg, io, corpus, cfg.seed, settings)
 
     checkpoints = Checkpoints(io.run_dir / CHECKPOINTS, settings.keep_last, settings.keep_best, warn=io.log)
-    state, before = _state(cfg, io, model, optimiser, checkpoints, mesh, place.rules, declared)
+    state, before = _state(cfg, io, model, optimiser, checkpoints, mesh, place.rules, declared, params)
+    del params  # the state's are the only ones from here on
+    if jax.process_index() == 0 and not (io.run_dir / TOKENIZER).is_dir():  # the first trace: mistakes above leave none
+        corpus.tokenizer.save(io.run_dir / TOKENIZER)
     origin = [str(text) for text in before.get("origin") or origin_of(cfg)]
     facts = environment()
     counts = _counts(declared)
@@ -94,8 +103,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
             run_dir=io.run_dir,
             peak=peak_flops(jax.devices()[0]),
         )
-        tokens = int(before.get("tokens", 0))
-        loop = Loop(stages, settings, data, outside, mesh=mesh, rules=place.rules, tokens=tokens, declared=declared)
+        loop = Loop(stages, settings, data, outside, mesh=mesh, rules=place.rules, before=before, declared=declared)
         try:
             result = loop.run(state)
         finally:
@@ -106,6 +114,32 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
 
 
 # --- what a run starts from -------------------------------------------------------------------------------------------
+
+
+def _given(cfg: Config, io: TaskIO, mesh: Any, rules: Any) -> tuple[Config, Tokenizer | None, dict[str, Any] | None]:
+    """(configuration, tokenizer, parameters) to start from. With `source=`, its model takes the place of the one composed here.
+
+    A run that goes on has all it needs in its own folder, and the source may be gone.
+    """
+    if cfg.source is None or io.run_dir is None:
+        return cfg, None, None
+    typed = {key: value for key, value in cfg.explicit.items() if key.startswith("model.")}
+    step = Checkpoints(io.run_dir / CHECKPOINTS).latest() if io.resume else None
+    if step is not None:
+        saved = read_meta(io.run_dir / CHECKPOINTS / str(step))["config"]
+        node = Config.from_yaml(saved, typed, cfg.allow_targets)["model"]
+        tokenizer, params = load_tokenizer(io.run_dir / TOKENIZER), None
+    else:
+        path = cfg.path(cfg.source)
+        given = open_source(path, overrides=typed, allow_targets=cfg.allow_targets, warn=io.log, mesh=mesh, rules=rules)
+        if given.tokenizer is None:
+            raise UserError(f"source={cfg.source}: has no tokenizer, so text cannot be read in its tokens")
+        io.log(f"source: training starts from {given.folder}, with its model and tokenizer")
+        node, tokenizer, params = given.config["model"], given.tokenizer, given.params
+    cfg = cfg.replace({"model": node})
+    if jax.process_index() == 0:
+        write_text(io.run_dir / CONFIG, cfg.to_yaml())
+    return cfg, tokenizer, params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +156,12 @@ class Fixed(TokenizerSpec):
         return {"kind": "fixed", "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _corpus(cfg: Config, io: TaskIO, run_dir: Path) -> Corpus:
-    """The run's text. A resumed run keeps the tokenizer it has, even where the text under it has changed."""
+def _corpus(cfg: Config, io: TaskIO, run_dir: Path, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The run's text, in the tokens of `tokenizer` if there is one. A resumed run keeps the tokenizer it has, even where the text
+    under it has changed."""
     source: Source = cfg.build("data")
+    if tokenizer is not None:
+        source = _with_tokenizer(source, tokenizer)
     corpus = source.prepare(io.log, cfg.original_cwd)
     folder = run_dir / TOKENIZER
     if io.resume and folder.is_dir():
@@ -132,8 +169,6 @@ def _corpus(cfg: Config, io: TaskIO, run_dir: Path) -> Corpus:
         if pack_tokenizer(old) != pack_tokenizer(corpus.tokenizer):
             io.log("data: the text has changed since the run began; its tokenizer is kept")
             corpus = _with_tokenizer(source, old).prepare(io.log, cfg.original_cwd)
-    elif jax.process_index() == 0:
-        corpus.tokenizer.save(folder)
     io.log(
         f"data: {corpus.train.size:,} tokens to train on, {corpus.val.size:,} held out,"
         f" vocabulary {corpus.tokenizer.vocab_size:,} ({corpus.facts.get('documents', len(corpus.train)):,} documents)"
@@ -175,8 +210,9 @@ def _state(
     mesh: Any,
     rules: Any,
     declared: Mapping[str, Any],
+    params: Mapping[str, Any] | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """A new state, or that of the newest whole checkpoint, and what was written beside it."""
+    """A new state (of `params` where given), or that of the newest whole checkpoint, and what was written beside it."""
     abstract = abstract_state(model, optimiser, mesh=mesh, rules=rules, declared=declared)
     check_room(
         shard_bytes(abstract),
@@ -190,7 +226,10 @@ def _state(
         return state, meta
     if io.resume:
         io.log("resume: no checkpoint was saved yet, so the run starts at step 0")
-    return new_state(model, optimiser, cfg.seed, mesh=mesh, rules=rules, declared=declared), {}
+    if params is not None:
+        shardings, wanted = param_shardings(declared, mesh, rules), abstract.params
+        params = jax.tree.map(lambda a, w, s: jax.device_put(a.astype(w.dtype), s), dict(params), wanted, shardings)
+    return new_state(model, optimiser, cfg.seed, mesh=mesh, rules=rules, declared=declared, params=params), {}
 
 
 def _counts(declared: Mapping[str, Any]) -> dict[str, int]:
@@ -254,6 +293,7 @@ def _finish(
         "checkpoint": None if latest is None else str(io.run_dir / CHECKPOINTS / str(latest)),
         "skipped_steps": result.skipped,
         "compile_s": round(result.compile_s, 2),
+        "interrupted": result.interrupted,
     }
     fields = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
     tracker.summary({f"result/{k}": v for k, v in fields.items() if v is not None})
@@ -303,20 +343,10 @@ def card(
     return "\n".join(lines)
 
 
-def typed_groups(cfg: Config) -> dict[str, str]:
-    """Group choices that are not those of the root configuration: `{"data": "synthetic"}`."""
-    root = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
-    usual = {str(k): v for entry in root["defaults"] if isinstance(entry, dict) for k, v in entry.items()}
-    return {group: name for group, name in cfg.choices.items() if group in usual and name != usual[group]}
-
-
 def origin_of(cfg: Config) -> list[str]:
     """The arguments that started this run, but for where it writes and how fast it learns: what a sweep starts from."""
-    experiment = cfg.choices.get("experiment")
-    words = [f"+experiment={experiment}"] if experiment else []
-    words += [f"{group}={name}" for group, name in typed_groups(cfg).items()]
     own = ("task", "run_dir", "resume", "name", "optim.lr")
-    return words + [f"{key}={_plain(value)}" for key, value in cfg.explicit.items() if key not in own]
+    return cfg.groups + [f"{key}={_plain(value)}" for key, value in cfg.explicit.items() if key not in own]
 
 
 def _plain(value: Any) -> str:

@@ -81,10 +81,13 @@ def new_state(
     mesh: Mesh | None = None,
     rules: Rules | None = None,
     declared: Tree | None = None,
+    params: Tree | None = None,
 ) -> TrainState:
-    """A fresh state, every leaf created straight on its devices."""
+    """A fresh state, every leaf created straight on its devices. params: to start from, in their places; null = drawn."""
     declared = declare(model) if declared is None else declared
-    params = init_params(model, jax.random.key(seed, impl="threefry2x32"), mesh=mesh, rules=rules, declared=declared)
+    if params is None:
+        key = jax.random.key(seed, impl="threefry2x32")
+        params = init_params(model, key, mesh=mesh, rules=rules, declared=declared)
     rest = _rest(declared, optimiser, seed)
     shardings = None
     if mesh is not None:

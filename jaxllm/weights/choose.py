@@ -67,8 +67,9 @@ def choose(model: LanguageModel, original: Mapping[str, Any] | None = None) -> C
     raise UserError(_explain(model, list(map(str, nearest[0].args)), nearest[1]))
 
 
-def _distance(reasons: NoPlace) -> tuple[bool, int]:
-    return not isinstance(reasons, Differs), len(reasons.args)
+def _distance(reasons: NoPlace) -> int:
+    """Fields that differ; a family that refuses a model before they are compared is as far as ten of them."""
+    return len(reasons.args) if isinstance(reasons, Differs) else 10
 
 
 def _try(family: Family, model: LanguageModel, original: Mapping[str, Any] | None, folded: bool) -> Choice:
@@ -96,5 +97,5 @@ def _explain(model: LanguageModel, reasons: list[str], family: Family) -> str:
         return f"format=hf: no Hugging Face class has the layers {named}"
     shown = "; ".join(reasons[:3]) + (f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else "")
     return (
-        f"format=hf: no Hugging Face class holds this model; the nearest, {family.architectures[0]}, differs in {shown}"
+        f"format=hf: no Hugging Face class holds this model; the nearest, {family.architectures[0]}, does not: {shown}"
     )

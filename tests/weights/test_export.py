@@ -94,7 +94,7 @@ def test_the_class_is_chosen_by_what_the_model_is(overrides, architecture):
 @pytest.mark.parametrize(
     "overrides, line",
     [
-        (["model.mixers.global.softcap=5.0"], "differs in .*softcap"),
+        (["model.mixers.global.softcap=5.0"], "does not: .*softcap"),
         (["model.mixers.global.chunk=8"], "layer 0, mixer.chunk: 8, not null"),
         (["model.mixers.global.gate=true"], "gate: True, not False"),
         (["rope@model.mixers.global.rope=ntk"], "NTKRoPE has no rope_type"),

@@ -156,6 +156,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise jinja2.exceptions.SecurityError(f"the operator {operator} is for small numbers only")
         return super().call_binop(context, operator, left, right)
 
+    def wrap_str_format(self, value: Any) -> None:
+        """`str.format` is an attribute like any other here, and not a safe one: it can pad to any width."""
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return super().is_safe_attribute(obj, attr, value) and not (isinstance(obj, str) and attr in PADDING)
 

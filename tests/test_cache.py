@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.cache import KVCache, cache_bytes, check_capacity, keep_pending, replay, write
+from jaxllm.cache import EMPTY, KVCache, RingCache, cache_bytes, check_capacity, keep_pending, replay, write
 from jaxllm.errors import UserError
 
 
@@ -42,3 +42,18 @@ def test_replay_puts_accepted_before_new_and_keeps_the_tentative():
 
 def test_bytes():
     assert cache_bytes(KVCache.zeros(2, 3, 4, 5, 6, jnp.bfloat16)) == 2 * 3 * 4 * 11 * 2
+
+
+def test_a_ring_keeps_the_newest_tokens_and_its_prefix():
+    """2 kept and 3 in turn: of 9 tokens in one call 0, 1 and 6, 7, 8 stay; padding is not written; the next takes the oldest's place."""
+    ring = RingCache.zeros(1, 1, 5, 1, 1, jnp.float32)
+    assert (np.asarray(ring.positions) == EMPTY).all()
+    at = jnp.arange(10)[None]
+    values = at[:, None, :, None].astype(jnp.float32)
+    ring = ring.write(values, -values, at, at < 9, jnp.array([9]), keep=2)
+    np.testing.assert_array_equal(ring.positions, [[0, 1, 8, 6, 7]])
+    np.testing.assert_array_equal(ring.k[0, :, 0], [0, 1, 8, 6, 7])
+    one = jnp.array([[9]])
+    ring = ring.write(9.0 * jnp.ones((1, 1, 1, 1)), jnp.zeros((1, 1, 1, 1)), one, one > 0, jnp.array([10]), keep=2)
+    np.testing.assert_array_equal(ring.positions, [[0, 1, 8, 9, 7]])
+    np.testing.assert_array_equal(ring.v[0, :, 0], [0, -1, -8, 0, -7])

@@ -197,7 +197,7 @@ RINGS = {
 
 @pytest.mark.parametrize("case", RINGS)
 def test_long_prefill_then_decode_in_a_ring_is_the_whole_sequence(case):
-    """150 tokens by blocks into a ring of 8, padded, at two lengths; then a chunk longer than the ring; then one by one."""
+    """150 tokens by blocks into a ring of 8, padded, at two lengths; then chunks of 12, 1, 3 and 1."""
     layer = GQA(**{"d_model": D, "num_heads": 4, "num_kv_heads": 2} | RINGS[case])
     params, x = params_of(layer), x_of(t=180)
     want = whole(layer, params, x)
@@ -210,9 +210,9 @@ def test_long_prefill_then_decode_in_a_ring_is_the_whole_sequence(case):
     got = decoder.feed(rows_at(x, decoder.at, 12), new=[12, 11])
     close(got[0], want[0, 150:162])
     close(got[1, :11], want[1, 131:142])
-    for _ in range(3):
+    for n in (1, 3, 1):
         at = decoder.at.copy()
-        close(decoder.feed(rows_at(x, at, 1))[:, 0], [want[r, at[r]] for r in range(B)])
+        close(decoder.feed(rows_at(x, at, n)), rows_at(want, at, n))
 
 
 def test_a_ring_rewinds_by_what_was_tentative_and_equals_a_cold_prefill():
@@ -229,6 +229,9 @@ def test_a_ring_rewinds_by_what_was_tentative_and_equals_a_cold_prefill():
         piece = np.concatenate([x[:, at : at + 1 + keep], wrong[:, at + 1 + keep : at + 4]], axis=1)
         got = decoder.feed(piece, tentative=3, keep=keep)
         np.testing.assert_allclose(got[:, : 1 + keep], want[:, at : at + 1 + keep], atol=1e-5)
+    # A call longer than the ring has room for meets the old ring without what was rejected just before.
+    at = int(decoder.at[0])
+    np.testing.assert_allclose(decoder.feed(x[:, at : at + 6]), want[:, at : at + 6], atol=1e-5)
     # What it holds is what a fresh ring would: the newest tokens, each at its place.
     held, committed = np.asarray(decoder.cache.positions), int(decoder.at[0])
     assert set(range(committed - 8, committed)) <= set(held[0].tolist())

@@ -2,9 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
+from jaxllm.mesh import build_mesh, use_mesh
 from jaxllm.ops.attention import attention_naive
 from jaxllm.ops.kernels import DENSE, KERNELS, LONG, attention, choose, cudnn
 from jaxllm.ops.mask import Mask, visible
@@ -77,16 +79,23 @@ def test_what_cudnn_is_asked_for_is_the_naive_form(mask):
         np.testing.assert_allclose(call(q, k, v), naive(q, k, v, ctx, mask), atol=1e-5)
 
 
-def test_splash_interpreted_is_the_naive_form():
-    q, k, v, sinks, _ = inputs()
-    ctx = rows(packed=True)
-    scores = {"scale": 0.3, "softcap": 2.0, "sinks": sinks}
+def test_kernels_agree_on_a_mesh_of_rows_and_heads():
+    """Splash interpreted, with its Pallas calls split by hand, and the XLA forms split by the compiler, on 2 x 2 x 2 devices."""
+    q, k, v, sinks, _ = inputs(b=4)
+    ctx = jax.tree.map(lambda x: jnp.tile(x, (2, 1)), rows(packed=True))
+    scores = {"scale": 0.3, "softcap": 2.0}
+    mesh = build_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))  # noqa: E731
+    split = [put(x, ("data", "fsdp"), None, "tensor", None) for x in (q, k, v)] + [put(sinks, "tensor")]
 
     @jax.jit
-    def both(q, k, v):
-        call = lambda name: attention(q, k, v, ctx.positions, ctx.segments, WINDOW, kernel=name, **scores)  # noqa: E731
-        return call("naive"), call("splash"), call("xla")
+    def run(q, k, v, sinks):
+        at = ctx.positions, ctx.segments, WINDOW
+        return [attention(q, k, v, *at, sinks=sinks, kernel=n, **scores) for n in ("xla", "blockwise", "splash")]
 
-    want, *got = both(q, k, v)
+    with use_mesh(mesh):
+        got = run(*split)
+    want = naive(q, k, v, ctx, WINDOW, softcap=2.0, sinks=sinks)
     for each in got:
+        assert each.sharding.spec == split[0].sharding.spec
         np.testing.assert_allclose(each, want, atol=2e-5)

@@ -46,7 +46,8 @@ def compose(overrides: Sequence[str] = (), conf_dir: str | os.PathLike[str] | No
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf)):
             raw = hydra.compose(CONFIG_NAME, overrides=lifted, return_hydra_config=True)
             typed, choices = asked(raw.hydra)
-            return Config(plain(raw), explicit=split_overrides(typed, [conf])[0], choices=choices)
+            values, groups = split_overrides(typed, [conf])
+            return Config(plain(raw), explicit=values, choices=choices, groups=groups)
     except (HydraException, OmegaConfBaseException) as error:
         raise translate(error, [conf], overrides) from error
 

@@ -113,6 +113,7 @@ class Config:
     """A checked configuration. Root keys are attributes; `cfg["train.steps"]` reads any plain value.
 
     explicit: value keys typed on the command line. choices: group choices (`{"model": "hybrid_tiny"}`).
+    groups: the texts that made them on the command line (`+experiment=smoke`, `data/tokenizer=bytes`), in order.
     original_cwd: the folder the command was typed in; `path()` resolves against it.
     """
 
@@ -123,12 +124,14 @@ class Config:
         allow: tuple[str, ...] | None = None,
         explicit: Mapping[str, Any] | None = None,
         choices: Mapping[str, str] | None = None,
+        groups: Iterable[str] = (),
         original_cwd: Path | None = None,
     ) -> None:
         self._tree = _copy(tree)
         self._allow = allow
         self.explicit = dict(explicit or {})
         self.choices = dict(choices or {})
+        self.groups = list(groups)
         self.original_cwd = Path(os.getcwd()) if original_cwd is None else original_cwd
         self.common: Common = self._check()
 
@@ -246,7 +249,12 @@ class Config:
         for key, value in overrides.items():
             set_key(tree, key, value)
         return Config(
-            tree, allow=self._allow, explicit=self.explicit, choices=self.choices, original_cwd=self.original_cwd
+            tree,
+            allow=self._allow,
+            explicit=self.explicit,
+            choices=self.choices,
+            groups=self.groups,
+            original_cwd=self.original_cwd,
         )
 
     @classmethod

@@ -78,6 +78,7 @@ def test_a_mistake_is_one_line_and_2(cli, tmp_path):
     assert ran.code == 2 and ran.lines == []
     assert ran.err.strip().splitlines() == ["error: data.path=nowhere: no such file"]
     assert list((tmp_path / "runs").iterdir()) == []  # the folder went with the mistake
+    assert cli("data.path=").err.strip() == "error: data.path=: is empty (an unset variable?); give a value, or leave the key out"
     for arguments in (["trian.steps=3"], ["model=tinny"], ["seed=(1"], ["--steps=3"], ["steps"], ["--config-dir"]):
         ran = cli(*arguments)
         assert ran.code == 2 and ran.lines == []

@@ -97,7 +97,8 @@ class InFlight(NamedTuple):
 
 
 class Loop:
-    """One run. `data(stage)` opens a stage's data; `tokens` is what the run saw before a restart."""
+    """One run. `data(stage)` opens a stage's data; `before`: what was saved beside the state of a
+    run that goes on."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Loop:
         *,
         mesh: Mesh | None = None,
         rules: Rules | None = None,
-        tokens: int = 0,
+        before: Mapping[str, Any] | None = None,
         declared: Tree | None = None,
     ):
         self.stages, self.settings, self.data, self.outside = stages, settings, data, outside
@@ -120,7 +121,10 @@ class Loop:
         self.declared = declare(stages[0].model) if declared is None else declared
         self.clock = Clock()
         self.guard = Guard(settings.nonfinite, settings.max_skipped, outside.run_dir)
-        self.tokens, self.loss, self.compile_s = tokens, math.nan, 0.0
+        before = before or {}
+        self.tokens, self.compile_s = int(before.get("tokens", 0)), 0.0
+        self.loss = math.nan if before.get("loss") is None else float(before["loss"])
+        self._speed: float | None = before.get("tokens_per_s")
         self.val: dict[str, float] = {}
         self._flight: InFlight | None = None
         self._new_compile_s: float | None = None
@@ -141,11 +145,16 @@ class Loop:
             loss=self.loss,
             val=self.val,
             tokens=self.tokens,
-            tokens_per_s=self.clock.tokens_per_s,
+            tokens_per_s=self.speed,
             compile_s=self.compile_s,
             skipped=int(state.skipped),
             interrupted=interrupted,
         )
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second; of the run so far where this process has trained nothing yet."""
+        return self._speed if self.clock.tokens_per_s is None else self.clock.tokens_per_s
 
     # ---- one stage
     # -----------------------------------------------------------------------------------------------------
@@ -280,6 +289,7 @@ class Loop:
     def _save(self, state: TrainState, step: int, score: float | None = None) -> None:
         if self.outside.checkpoints is not None:
             meta = {**self.outside.meta, "step": step, "tokens": self.tokens, "loss": _json(self.loss), "val": self.val}
+            meta["tokens_per_s"] = self.speed
             self.outside.checkpoints.save(step, state, meta, score)
 
     def _settle(self, stage: Stage, state: TrainState) -> None:

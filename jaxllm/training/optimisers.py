@@ -58,7 +58,7 @@ class Optimiser:
     finite_updates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < np.finfo(np.float32).max:  # the step holds it so
+        if not 0 < self.lr < float(np.finfo(np.float32).max):  # the step holds it so
             raise UserError(f"lr: {self.lr} must be above 0 and finite in float32")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UserError(f"clip_norm: {self.clip_norm} must be above 0, or null for no clipping")

@@ -96,7 +96,7 @@ def bench(tiny, tmp_path):
             run_dir=folder,
         )
         try:
-            return Loop(stages, settings, data, outside, tokens=tokens).run(state)
+            return Loop(stages, settings, data, outside, before={"tokens": tokens}).run(state)
         finally:
             checkpoints.close()
 

@@ -90,6 +90,12 @@ def test_the_card_gives_commands_that_a_shell_takes(done):
         assert shlex.quote(str(path)) in card
 
 
+def test_a_sweep_starts_from_every_choice_that_was_typed():
+    typed = ["+experiment=smoke", "data/tokenizer=bytes", "mixer@model.mixers.global=mqa", "ffn@model.ffns.dense=gelu"]
+    cfg = compose([*typed, "train.steps=3", "optim.lr=0.1"])
+    assert train.origin_of(cfg) == [*typed, "train.steps=3"]
+
+
 def test_eval_gives_the_loss_that_training_saw(done, tmp_path):
     folder, fields, _ = done
     result, _ = run(tmp_path / "e", f"source={folder}", "task=eval", task=evaluate)
@@ -113,6 +119,29 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(done, tmp_path):
         assert second[name] == fields[name], name
     a, b = (Checkpoints(p / "checkpoints").restore_params()[0] for p in (folder, tmp_path / "run"))
     np.testing.assert_array_equal(a["embed"], b["embed"])
+
+
+def test_a_finished_run_that_is_started_again_says_what_it_came_to(tmp_path):
+    small = ["train.steps=2", "train.sample_tokens=0"]
+    first, _ = run(tmp_path / "run", *small)
+    again, _ = run(tmp_path / "run", *small, resume=True)
+    for name in ("loss", "val_bpb", "tokens", "tokens_per_s", "steps", "skipped_steps"):
+        assert again[name] == pytest.approx(first[name], abs=0.1) and again[name] is not None, name
+    assert not again["interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("optim.lr=0", "lr: 0.0 must be above 0"),
+        ("model.layers=2* global/dens", "role 'dens'"),
+        ("train.accumulate=3", "accumulate"),
+    ],
+)
+def test_a_mistake_leaves_nothing_but_the_configuration(tmp_path, mistake, words):
+    with pytest.raises(UserError, match=words.replace("*", "[*]")):
+        run(tmp_path / "run", "train.steps=2", mistake)
+    assert list((tmp_path / "run").iterdir()) == []  # the command line's own files are not written here
 
 
 def test_stages_come_from_the_configuration(tmp_path):

@@ -121,7 +121,14 @@ class Generator:
         transcript = Transcript(prompts, rows, max_new_tokens, stop, self.tokenizer, on_text)
         run = self._cached if cache else self._uncached
         processed = run(weights, transcript, batch, self._stop_ids(stop))
-        stats = Stats(transcript.seconds, transcript.ttft_s, sum(map(len, transcript.tokens)), processed, compile_s)
+        stats = Stats(
+            transcript.seconds,
+            transcript.ttft_s,
+            sum(map(len, transcript.tokens)),
+            processed,
+            compile_s,
+            transcript.tpot_s,
+        )
         return transcript.generations(), stats
 
     def warm_up(

@@ -34,7 +34,8 @@ class Stats:
     """What a batch took. Times are wall seconds and hold no compilation, which `compile_s` reports apart.
 
     ttft_s: start to first token on the host. tokens_per_s: new tokens of all rows / seconds, prefill included.
-    tokens_processed: tokens that went through the model, the padding left out.
+    tokens_processed: tokens that went through the model, the padding left out. tpot_s: median time between two tokens of a row as the
+    host sees them, which a stall does not move; 0 where there was one token only.
     """
 
     seconds: float
@@ -42,6 +43,7 @@ class Stats:
     new_tokens: int
     tokens_processed: int
     compile_s: float
+    tpot_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -67,6 +69,7 @@ class Transcript:
         self.prompt_sizes = np.zeros(rows, np.int32)
         self.prompt_sizes[: len(prompts)] = [len(prompt) for prompt in prompts]
         self.ttft_s = 0.0
+        self._taken: list[float] = []
         self._logprobs: list[list[float]] = [[] for _ in prompts]
         self._text: list[list[str]] = [[] for _ in prompts]
         self._streams = [StreamDecoder(tokenizer) for _ in prompts] if tokenizer is not None else None
@@ -79,10 +82,15 @@ class Transcript:
         """Since the start."""
         return time.perf_counter() - self._start
 
+    @property
+    def tpot_s(self) -> float:
+        """Median seconds between two calls of `take`."""
+        return float(np.median(np.diff(self._taken))) if len(self._taken) > 1 else 0.0
+
     def take(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """ids and logprobs [rows]; entries of finished rows are ignored. Raises UserError for NaN logits."""
-        if not self.ttft_s:
-            self.ttft_s = self.seconds
+        self._taken.append(self.seconds)
+        self.ttft_s = self._taken[0]
         for row in map(int, np.flatnonzero(self.remaining)):
             token = int(ids[row])
             if np.isnan(logprobs[row]):

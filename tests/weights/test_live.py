@@ -1,0 +1,68 @@
+"""With the `parity` extra (torch and transformers): the golden files are what transformers computes today, and it reads our folders."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_models import GOLDEN, facts
+from safetensors.numpy import load_file
+
+from jaxllm.data.tokenizer import BPE
+from jaxllm.weights.logits import full_logits
+from jaxllm.weights.tokenizer_files import hf_files
+
+pytestmark = pytest.mark.parity
+torch = pytest.importorskip(
+    "torch", reason="parity: torch is not installed (pip install 'jaxllm[parity]'); the golden files are used instead"
+)
+transformers = pytest.importorskip(
+    "transformers", reason="parity: transformers is not installed (pip install 'jaxllm[parity]')"
+)
+
+
+def module(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def maker(tmp_path_factory):
+    """The generator of the golden files, writing to a folder of its own."""
+    made = module(GOLDEN / "make_golden.py")
+    made.HERE = tmp_path_factory.mktemp("live")
+    return made
+
+
+@pytest.mark.parametrize("name", sorted(p.parent.name for p in GOLDEN.glob("*/reference.safetensors")))
+def test_golden_files_are_what_transformers_computes(maker, name):
+    maker.whole_model(name) if name in maker.MODELS else maker.attention_alone(name)
+    for file in ("model.safetensors", "reference.safetensors"):
+        if not (GOLDEN / name / file).exists():
+            continue
+        live, kept = load_file(maker.HERE / name / file), load_file(GOLDEN / name / file)
+        assert live.keys() == kept.keys()
+        for key in kept:
+            np.testing.assert_allclose(live[key], kept[key], atol=5e-5, rtol=0, err_msg=f"{file}: {key}")
+    if name in maker.MODELS:
+        live_facts = json.loads((maker.HERE / name / "reference.json").read_text())
+        assert live_facts["gradient_norms"] == pytest.approx(facts(name)["gradient_norms"], rel=1e-4, abs=1e-6)
+
+
+def test_transformers_reads_a_model_and_a_tokenizer_of_ours(tmp_path):
+    out = tmp_path / "out"
+    made, params = module(Path(__file__).with_name("test_exported.py")).export(out, 40_000)
+    tokenizer = BPE(vocab_size=300).fit(["hello, hello world\n" * 50], tmp_path)
+    for name, text in hf_files(tokenizer, 64).items():
+        (out / name).write_text(text, encoding="utf-8")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    ids = np.arange(24).reshape(2, 12) * 5 % 50
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(full_logits(made, params, ids)[0], wanted, atol=1e-4, rtol=0)
+    text = "hello w\u00f6rld\n"
+    reader = transformers.AutoTokenizer.from_pretrained(out)
+    assert reader(text)["input_ids"] == tokenizer.prompt(text) and reader.decode(tokenizer.encode(text)) == text

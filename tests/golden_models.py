@@ -8,11 +8,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from jaxllm.data.tokenizer import Bytes
 from jaxllm.weights.hf_folder import HFFolder
 from jaxllm.weights.load import build, read_node, read_params
 from jaxllm.weights.logits import Stepper, full_logits
+from jaxllm.weights.tokenizer_files import hf_files
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 NAMES = sorted(p.parent.name for p in GOLDEN.glob("*/reference.json"))
@@ -100,3 +102,19 @@ def shifted(tokens):
     weights = np.ones(tokens.shape, np.float32)
     weights[:, -1] = 0
     return {"tokens": jnp.asarray(tokens), "labels": jnp.asarray(labels), "weights": jnp.asarray(weights)}
+
+
+def with_text(folder, name="qwen3"):
+    """A Hugging Face folder with a tokenizer and a chat template: a golden model with a vocabulary of bytes."""
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 260, "eos_token_id": 257}))
+    embed = np.random.default_rng(0).standard_normal((260, config["hidden_size"]), dtype=np.float32)
+    tensors = {**load_file(GOLDEN / name / "model.safetensors"), "model.embed_tokens.weight": embed}
+    save_file(tensors, folder / "model.safetensors")
+    for file, text in hf_files(Bytes(), 64).items():
+        (folder / file).write_text(text)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 10, 999], "temperature": 0.6}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}a: "
+    )
+    return folder

@@ -22,7 +22,10 @@ from typing import Any, NamedTuple
 
 import contract
 import jax
+import numpy as np
 import pytest
+from golden_models import with_text
+from safetensors.numpy import save_file
 
 import jaxllm.compose
 import jaxllm.config
@@ -91,8 +94,8 @@ def toy(command: Command, arguments: list[str]) -> list[str]:
     if task == "train":
         more = {"train.steps": "4" if resumes and "train.steps" in keys else "2"}
     if task == "train" and not resumes:
-        small = {**TRAIN, **MODEL, **DATA}
-        if "mixer@model.mixers.global" in keys:  # another mixer may not have heads
+        small = {**TRAIN, **DATA} | ({} if "source" in keys else MODEL)  # a source brings its own model
+        if "mixer@model.mixers.global" in keys and "source" not in keys:  # another mixer may not have heads
             del small["model.mixers.global.num_heads"]
         if "data/tokenizer" in keys:
             del small["data.tokenizer.vocab_size"]
@@ -150,6 +153,11 @@ def place(tmp_path_factory):
     notes = [json.dumps({"body": f"note {n}: water the plants"}) + "\n" for n in range(60)]
     (folder / "notes.jsonl").write_text("".join(notes))
     (folder / "prompts.jsonl").write_text('{"prompt": "def add"}\n{"prompt": "return "}\n')
+    (folder / "FOLDER").mkdir()
+    with_text(folder / "FOLDER")
+    ids = np.arange(4, dtype=np.int32)[None]
+    np.save(folder / "ids.npy", ids)
+    save_file({"input_ids": ids, "logits": np.zeros((1, 4, 260), np.float32)}, folder / "reference.safetensors")
     for page in PAGES:
         for name, text in files(page).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

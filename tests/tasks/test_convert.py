@@ -5,16 +5,14 @@ import json
 
 import numpy as np
 import pytest
-from golden_models import GOLDEN, arrays
+from golden_models import GOLDEN, arrays, with_text
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.checkpoint import Checkpoints
 from jaxllm.compose import compose
-from jaxllm.data.tokenizer import Bytes
 from jaxllm.errors import UserError
 from jaxllm.tasks import TaskIO, check, convert, generate, logits, train
 from jaxllm.tasks.source import open_source
-from jaxllm.weights.tokenizer_files import hf_files
 
 NAME = "qwen3"
 
@@ -31,17 +29,8 @@ def run(task, *overrides, run_dir=None, resume=False):
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
-    """A Hugging Face folder with a tokenizer: a golden model whose 64 ids are too few for bytes gets a wider vocabulary."""
-    folder = tmp_path_factory.mktemp("theirs")
-    config = json.loads((GOLDEN / NAME / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 260, "eos_token_id": 257}))
-    tensors = load_file(GOLDEN / NAME / "model.safetensors")
-    embed = np.random.default_rng(0).standard_normal((260, 32), dtype=np.float32)
-    save_file({**tensors, "model.embed_tokens.weight": embed}, folder / "model.safetensors")
-    for name, text in hf_files(Bytes(), 64).items():
-        (folder / name).write_text(text)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 10, 999], "temperature": 0.6}))
-    return folder
+    """A Hugging Face folder with a tokenizer."""
+    return with_text(tmp_path_factory.mktemp("theirs"), NAME)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ SAVED_TARGETS = (
     "jaxllm.data.synthetic",
     "jaxllm.data.hf",
     "jaxllm.data.tokenizer",
+    "jaxllm.data.tiktoken",
     "jaxllm.data.vocabulary",
     "jaxllm.data.subword",
     "jaxllm.training.objectives",

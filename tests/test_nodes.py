@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +11,12 @@ from typing import Any, Literal
 import flax.linen as nn
 import pytest
 
+from jaxllm.config import CONF
 from jaxllm.errors import UserError
 from jaxllm.layers.gqa import GQA
 from jaxllm.model import LanguageModel
 from jaxllm.nodes import Nodes
-from jaxllm.targets import SAVED_TARGETS, locate, nearest, parameters
+from jaxllm.targets import SAVED_TARGETS, locate, locate_allowed, nearest, parameters
 
 
 class Colour(enum.Enum):
@@ -213,10 +215,23 @@ def test_a_missing_name_and_a_missing_module_are_told_apart(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     "target",
-    ["os.system", "subprocess.run", "builtins.eval", "jaxllm.run.os.system", "jaxllm.folder.os.rmdir",
-     "jaxllm.run.main", "jaxllm.config.Config.load", "jaxllm_evil.X", "shutil.rmtree",
-     "optax._src.base.jax.device_put", "jaxllm.folder.write_text", "jaxllm.data.text.Path.unlink",
-     "jaxllm.checkpoint.Checkpoints", "jaxllm.layers.base.fan_in", "jaxllm.data.tokenizer.load_tokenizer"],
+    [
+        "os.system",
+        "subprocess.run",
+        "builtins.eval",
+        "jaxllm.run.os.system",
+        "jaxllm.folder.os.rmdir",
+        "jaxllm.run.main",
+        "jaxllm.config.Config.load",
+        "jaxllm_evil.X",
+        "shutil.rmtree",
+        "optax._src.base.jax.device_put",
+        "jaxllm.folder.write_text",
+        "jaxllm.data.text.Path.unlink",
+        "jaxllm.checkpoint.Checkpoints",
+        "jaxllm.layers.base.fan_in",
+        "jaxllm.data.tokenizer.load_tokenizer",
+    ],
 )
 def test_a_saved_config_builds_only_the_parts_of_a_run(target):
     walk = Nodes(allow=SAVED_TARGETS, build=True)
@@ -249,3 +264,13 @@ def test_functions_are_checked_by_their_signature():
 def test_near_misses():
     assert nearest("num_heds", ["num_heads", "num_kv_heads", "norm_eps"]) == ["num_heads"]
     assert nearest("zzz", ["num_heads"]) == []
+
+
+@pytest.mark.parametrize(
+    "group",
+    ["model", "mixer", "ffn", "norm", "rope", "residual", "data", "data/tokenizer", "optim", "objective", "track"],
+)
+def test_every_yaml_of_ours_may_stand_in_a_saved_config(group):
+    for file in (CONF / group).rglob("*.yaml"):
+        for target in re.findall(r"^\s*_target_: (\S+)", file.read_text(), re.M):
+            assert locate_allowed(target, SAVED_TARGETS, str(file)) is not None

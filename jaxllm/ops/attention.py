@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.ops.mask import Mask, visible  # noqa: F401 - masks belong to attention
-
 _MASKED = -1e30  # below any score; exp(x - max) is then exactly 0 without producing inf - inf
 LOWEST = 0.1 * _MASKED  # the least maximum of a row: masked scores stay far below it
 
@@ -73,7 +71,7 @@ def scores_under(q: Array, k: Array, mask: Array, scale: float, softcap: float |
     copy of the whole cache.
     """
     b, g, r, t, _ = q.shape
-    scores = per_head("nk,sk->ns", q.reshape(b, g, r * t, -1), k) * scale
+    scores = per_head("nk,sk->ns", _rows(q), k) * scale
     scores = scores.reshape(b, g, r, t, -1)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -95,7 +93,7 @@ def _block(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = total if sinks is None else total + jnp.exp(sinks - top)
     total = jnp.where(total > 0, total, 1.0)
-    out = per_head("ns,sv->nv", weights.astype(v.dtype).reshape(b, g, r * t, -1), v)
+    out = per_head("ns,sv->nv", _rows(weights).astype(v.dtype), v)
     return (out.reshape(b, g, r, t, -1) / total).astype(v.dtype), top + jnp.log(total)
 
 
@@ -126,42 +124,56 @@ def _forward(
     return out, (q, k, v, mask, sinks, out, norm)
 
 
-def _backward(static: Static, saved: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, Array, None, Array | None]:
-    """Weights are made again from the scores and their log-sum-exp (FlashAttention, Dao et al. 2022, arXiv 2205.14135, section 3.1):
+def pull_back(
+    q: Array,
+    k: Array,
+    v: Array,
+    seen: Array,
+    norm: Array,
+    delta: Array,
+    d_out: Array,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Array, Array, Array]:
+    """Of one block of queries on one block of keys: `d_q [b g r c k]`, `d_k [b g s k]`, `d_v [b g s v]`, fp32. Weights are made again
+    from the scores and their log-sum-exp `norm` (FlashAttention, Dao et al. 2022, arXiv 2205.14135, section 3.1), `delta = sum(do o)`:
 
-    p = exp(s - lse);  dv = p^T do;  ds = p (do v^T - sum(do o));  dq = ds k;  dk = ds^T q
+    p = exp(s - lse);  dv = p^T do;  ds = p (do v^T - delta);  dq = ds k;  dk = ds^T q
     """
+    d_rows = _rows(d_out)
+    scores, capped = scores_under(q, k, seen, scale, softcap)
+    weights = jnp.exp(scores - norm)
+    d_scores = weights * (per_head("nv,sv->ns", d_rows, v).reshape(weights.shape) - delta)
+    if softcap is not None:
+        d_scores = d_scores * (1 - jnp.square(capped / softcap))
+    d_scores = _rows((d_scores * scale).astype(q.dtype))
+    d_q = per_head("ns,sk->nk", d_scores, k).reshape(q.shape)
+    return d_q, per_head("ns,nk->sk", d_scores, _rows(q)), per_head("ns,nv->sv", _rows(weights).astype(v.dtype), d_rows)
+
+
+def _rows(x: Array) -> Array:
+    """`[b g r t .]` to `[b g rt .]`: heads of a group and their queries as one axis."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def sink_gradient(sinks: Array, norm: Array, delta: Array) -> Array:
+    """Of sinks `[g r 1 1]`: one takes the share e^(sink - lse) of the softmax and gives the value 0 for it."""
+    return -jnp.sum(jnp.exp(sinks - norm) * delta, axis=(0, 3), keepdims=True)[0]
+
+
+def _backward(static: Static, saved: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, Array, None, Array | None]:
     scale, softcap, blocks, span = static
     q, k, v, mask, sinks, out, norm = saved
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for rows, keys in _cuts(q, k, blocks, span):
-        part = q[:, :, :, rows]
-        b, g, r, c, _ = part.shape
-        flat = lambda x: x.reshape(b, g, r * c, -1)  # noqa: B023, E731 - used within the iteration
-        scores, capped = scores_under(part, k[:, :, keys], mask[:, rows, keys], scale, softcap)
-        weights = jnp.exp(scores - norm[:, :, :, rows])
-        d_part = flat(d_out[:, :, :, rows])
-        d_weights = jnp.einsum("bgnv,bgsv->bgns", d_part, v[:, :, keys], preferred_element_type=jnp.float32).reshape(
-            weights.shape
+        part, at = (slice(None), slice(None), slice(None), rows), (slice(None), slice(None), keys)
+        more_q, more_k, more_v = pull_back(
+            q[part], k[at], v[at], mask[:, rows, keys], norm[part], delta[part], d_out[part], scale, softcap
         )
-        d_scores = weights * (d_weights - delta[:, :, :, rows])
-        if softcap is not None:
-            d_scores = d_scores * (1 - jnp.square(capped / softcap))
-        d_scores = flat((d_scores * scale).astype(q.dtype))
-        d_q.append(
-            jnp.einsum("bgns,bgsk->bgnk", d_scores, k[:, :, keys], preferred_element_type=jnp.float32).reshape(
-                part.shape
-            )
-        )
-        d_k = d_k.at[:, :, keys].add(
-            jnp.einsum("bgns,bgnk->bgsk", d_scores, flat(part), preferred_element_type=jnp.float32)
-        )
-        d_v = d_v.at[:, :, keys].add(
-            jnp.einsum("bgns,bgnv->bgsv", flat(weights).astype(v.dtype), d_part, preferred_element_type=jnp.float32)
-        )
-    # A sink takes the share e^(sink - lse) of the softmax and gives the value 0 for it.
-    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks - norm) * delta, axis=(0, 3), keepdims=True)[0]
+        d_q.append(more_q)
+        d_k, d_v = d_k.at[at].add(more_k), d_v.at[at].add(more_v)
+    d_sinks = None if sinks is None else sink_gradient(sinks, norm, delta)
     return jnp.concatenate(d_q, axis=3).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, d_sinks
 
 

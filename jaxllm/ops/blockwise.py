@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxllm.ops.attention import LOWEST, per_group, per_head, scores_under
+from jaxllm.ops.attention import LOWEST, per_group, per_head, pull_back, scores_under, sink_gradient
 from jaxllm.ops.mask import Mask, visible
 
 State = tuple[Array, Array, Array]  # running output [b g r c v], maximum and sum [b g r c 1], fp32
@@ -81,9 +81,16 @@ def _cut(q: Array, k: Array, v: Array, positions: Array, segments: Array, plan: 
     unit = c if plan.steps is not None else math.lcm(c, plan.keys)
     extra = -t % unit
     q = query_blocks(q, g, c, extra)
-    rows = lambda x: jnp.pad(x, ((0, 0), (0, extra))).reshape(b, -1, c).transpose(1, 0, 2)  # noqa: E731
-    columns = lambda x: jnp.pad(x, ((0, 0), (plan.ahead, extra)))  # noqa: E731
-    keys = lambda x: jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (plan.ahead, extra), (0, 0)))  # noqa: E731
+
+    def rows(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, extra))).reshape(b, -1, c).transpose(1, 0, 2)
+
+    def columns(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (plan.ahead, extra)))
+
+    def keys(x: Array) -> Array:
+        return jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (plan.ahead, extra), (0, 0)))
+
     index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     first = lax.cummax(jnp.where(begins, index, 0), axis=1)
@@ -146,7 +153,10 @@ def _globals(cut: _Blocks, j: Array, plan: Plan) -> tuple[Array, Array]:
     index = cut.first[j][:, None] + jnp.arange(plan.mask.global_tokens, dtype=jnp.int32)
     outside = index < _start(0, j, plan)
     index = jnp.minimum(index, cut.k_positions.shape[1] - 1)
-    at = lambda x: jnp.take_along_axis(x, index, axis=1)  # noqa: E731
+
+    def at(x: Array) -> Array:
+        return jnp.take_along_axis(x, index, axis=1)
+
     seen = visible(cut.q_positions[j], at(cut.k_positions), cut.q_segments[j], at(cut.k_segments) * outside, plan.mask)
     return index, seen
 
@@ -215,30 +225,6 @@ def _forward(
     return out, (q, k, v, positions, segments, sinks, out, norm)
 
 
-def _pull_back(
-    q: Array, k: Array, v: Array, seen: Array, norm: Array, delta: Array, d_out: Array, plan: Plan
-) -> tuple[Array, Array, Array]:
-    """Of one block of queries on one block of keys: `d_q [b g r c k]`, `d_k [b g s k]`, `d_v [b g s v]`, fp32.
-
-    p = e^(s - lse);  dv = p^T do;  ds = p (do v^T - sum(do o));  dq = ds k;  dk = ds^T q
-    """
-    b, g, r, c, _ = q.shape
-    flat = lambda x: x.reshape(b, g, r * c, -1)  # noqa: E731
-    scores, capped = scores_under(q, k, seen, plan.scale, plan.softcap)
-    weights = jnp.exp(scores - norm)
-    d_weights = per_head("nv,sv->ns", flat(d_out), v).reshape(weights.shape)
-    d_scores = weights * (d_weights - delta)
-    if plan.softcap is not None:
-        d_scores = d_scores * (1 - jnp.square(capped / plan.softcap))
-    d_scores = flat((d_scores * plan.scale).astype(q.dtype))
-    d_q = per_head("ns,sk->nk", d_scores, k).reshape(q.shape)
-    return (
-        d_q,
-        per_head("ns,nk->sk", d_scores, flat(q)),
-        per_head("ns,nv->sv", flat(weights).astype(v.dtype), flat(d_out)),
-    )
-
-
 def _backward(plan: Plan, saved: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
     q, k, v, positions, segments, sinks, out, norm = saved
     cut = _cut(q, k, v, positions, segments, plan)
@@ -256,8 +242,13 @@ def _backward(plan: Plan, saved: tuple[Any, ...], d_out: Array) -> tuple[Any, ..
             start = _start(i, j, plan)
             keys, values = take(cut.k, start, plan.keys, 2), take(cut.v, start, plan.keys, 2)
             seen = _seen(cut, j, start, plan)
-            more_q, more_k, more_v = _pull_back(part, keys, values, seen, norm[j], delta[j], d_part, plan)
-            add = lambda x, y: lax.dynamic_update_slice_in_dim(x, take(x, start, plan.keys, 2) + y, start, 2)  # noqa: E731
+            more_q, more_k, more_v = pull_back(
+                part, keys, values, seen, norm[j], delta[j], d_part, plan.scale, plan.softcap
+            )
+
+            def add(x: Array, y: Array) -> Array:
+                return lax.dynamic_update_slice_in_dim(x, take(x, start, plan.keys, 2) + y, start, 2)
+
             return d_q + more_q, add(d_k, more_k), add(d_v, more_v)
 
         d_q, d_k, d_v = lax.fori_loop(
@@ -266,19 +257,21 @@ def _backward(plan: Plan, saved: tuple[Any, ...], d_out: Array) -> tuple[Any, ..
         if plan.mask.global_tokens and plan.steps is not None:
             index, seen = _globals(cut, j, plan)
             keys, values = _gather(cut.k, index), _gather(cut.v, index)
-            more_q, more_k, more_v = _pull_back(part, keys, values, seen, norm[j], delta[j], d_part, plan)
+            more_q, more_k, more_v = pull_back(
+                part, keys, values, seen, norm[j], delta[j], d_part, plan.scale, plan.softcap
+            )
             rows = jnp.arange(index.shape[0])[:, None]
-            scatter = lambda x, y: x.at[rows, :, index].add(y.transpose(0, 2, 1, 3))  # noqa: E731
+
+            def scatter(x: Array, y: Array) -> Array:
+                return x.at[rows, :, index].add(y.transpose(0, 2, 1, 3))
+
             d_q, d_k, d_v = d_q + more_q, scatter(d_k, more_k), scatter(d_v, more_v)
         return (d_k, d_v), d_q.astype(q.dtype)
 
     start = jnp.zeros(cut.k.shape, jnp.float32), jnp.zeros(cut.v.shape, jnp.float32)
     (d_k, d_v), d_q = lax.scan(one, start, jnp.arange(cut.q.shape[0], dtype=jnp.int32))
     d_k, d_v = (x[:, :, plan.ahead : plan.ahead + t].transpose(0, 2, 1, 3) for x in (d_k, d_v))
-    d_sinks = None
-    if sinks is not None:
-        share = jnp.exp(sinks - norm) * delta
-        d_sinks = -jnp.sum(share, axis=(0, 1, 4), keepdims=True)[0, 0]
+    d_sinks = None if sinks is None else jnp.sum(jax.vmap(functools.partial(sink_gradient, sinks))(norm, delta), axis=0)
     return tokens_of(d_q, t), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None, d_sinks
 
 

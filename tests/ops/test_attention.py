@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxllm.layers.base import Context
-from jaxllm.ops.attention import attend, attention_naive, causal_blocks, visible
+from jaxllm.ops.attention import attend, attention_naive, causal_blocks
+from jaxllm.ops.mask import visible
 
 
 def inputs(t=32, b=2, h=4, g=2, k=8, v=6, dtype=jnp.float32):

@@ -64,8 +64,10 @@ class Nodes:
         if not isinstance(partial, bool):
             raise UserError(f"{key}._partial_={show(partial)}: expected true or false")
         if is_linen(outer) and is_linen(target) and not partial:
-            raise UserError(f"{key}: a layer inside a model must be a recipe, not a made layer (its weights would be "
-                            f"shared by all blocks); add {key}._partial_=true")
+            raise UserError(
+                f"{key}: a layer inside a model must be a recipe, not a made layer (its weights would be "
+                f"shared by all blocks); add {key}._partial_=true"
+            )
         takes, is_open = parameters(target)
         name = getattr(target, "__name__", str(node["_target_"]))
         arguments = {}
@@ -96,15 +98,16 @@ class Nodes:
     def _supplied(target: Any) -> tuple[str, ...]:
         return SUPPLIED + tuple(getattr(target, "supplied", ()))
 
-    @staticmethod
-    def _try_layer(target: Any, arguments: Node, takes: Mapping[str, Parameter], key: str, inside: Inside) -> None:
+    def _try_layer(self, target: Any, arguments: Node, takes: Mapping[str, Parameter], key: str, inside: Inside) -> None:
         """Let a layer's own checks (`num_heads % num_kv_heads`) speak now, with the full key, not during tracing."""
         supplied = {n: inside.node[n] for n in ("d_model", "norm_eps") if n in inside.node and n in takes}
+        walk = Nodes(self.allow, build=True)  # a layer asks its own parts (a rope) things that a node cannot answer
+        made = {n: walk.node(v, f"{key}.{n}", inside=inside) if is_node(v) else v for n, v in arguments.items()}
         try:
-            target(**supplied, **arguments, parent=None)
+            target(**supplied, **made, parent=None)
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
-        except Exception:  # a layer that needs more than the model's node tells is checked when the model makes it
+        except TypeError:  # a layer that needs more than the model's node tells is checked when the model makes it
             return
 
     @staticmethod
@@ -313,4 +316,3 @@ def describe(hint: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, list | tuple | set | frozenset | collections.abc.Sequence):
         return f"a list of {describe(arguments[0])}" if arguments else "a list"
     return getattr(hint, "__name__", str(hint))
-

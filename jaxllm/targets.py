@@ -23,6 +23,7 @@ from jaxllm.errors import UserError
 # A class may name more in a class variable `supplied`.
 SUPPLIED = ("d_model", "dtype", "param_dtype", "norm_eps", "eps", "site")
 LINEN_OWN = ("parent", "name")
+UNRESOLVED = (NameError, AttributeError, TypeError, SyntaxError)  # what reading a type hint raises
 # What a saved configuration may name: the building blocks, and of jaxllm only classes, never a function that acts.
 SAVED_TARGETS = (
     "jaxllm.model",
@@ -203,7 +204,8 @@ def parameters(target: Any) -> tuple[dict[str, Parameter], bool]:
     function = inspect.getattr_static(target, "__init__") if isinstance(target, type) else target
     try:
         hints = typing.get_type_hints(function)
-    except Exception:  # a hint that cannot be resolved is not checked
+    except UNRESOLVED as error:
+        _ours_resolve(function, error)
         hints = {}
     found, is_open = {}, False
     for name, parameter in signature.parameters.items():
@@ -221,9 +223,17 @@ def _field_hint(cls: type, field: dataclasses.Field[Any]) -> Any:
             holder = types.SimpleNamespace(__annotations__={field.name: field.type})
             try:
                 return typing.get_type_hints(holder, vars(sys.modules[base.__module__]))[field.name]
-            except Exception:
+            except UNRESOLVED as error:
+                _ours_resolve(base, error)
                 return Any
     return field.type
+
+
+def _ours_resolve(owner: Any, error: Exception) -> None:
+    """A hint of another package that cannot be resolved (a name only type checkers import) leaves its key unchecked. Ours are all
+    resolvable, so there it is a fault to be seen."""
+    if (getattr(owner, "__module__", "") or "").split(".")[0] == "jaxllm":
+        raise error
 
 
 def is_linen(target: Any) -> bool:

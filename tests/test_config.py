@@ -248,3 +248,16 @@ def test_paths_resolve_where_the_command_was_typed(smoke, tmp_path, monkeypatch)
 def test_every_task_exists_as_a_file():
     for module in TASKS.values():
         assert (CONF.parent / (module.replace(".", "/") + ".py")).is_file()
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("model.mixers.global.num_heads=7", "model.mixers.global: num_kv_heads: 2 must divide num_heads=7"),
+        ("model.mixers.global.head_dim=7", "model.mixers.global: rope.partial: 1.0 of head_dim 7 gives 7 channels"),
+    ],
+)
+def test_a_layer_checks_its_fields_before_anything_is_built(typed, words):
+    with pytest.raises(UserError) as caught:
+        compose(["model=tiny", typed])
+    assert str(caught.value).startswith(words)

@@ -7,6 +7,7 @@ import logging
 import os
 import platform as machine
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,17 +53,20 @@ def prepare(common: Common) -> None:
 def quiet_late_callbacks() -> None:
     """Keep one harmless traceback off stderr: when a damaged array ends a checkpoint's reading, reads that were under way still report
     to the event loop that has been closed, and that would bury the one line that says what is wrong."""
-    before = sys.unraisablehook
-    if getattr(before, "late_callbacks", False):
-        return
+    if not isinstance(sys.unraisablehook, _LateCallbacks):
+        sys.unraisablehook = _LateCallbacks(sys.unraisablehook)
 
-    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+
+class _LateCallbacks:
+    """A hook that passes everything on to the one `before` it, but for that one error."""
+
+    def __init__(self, before: Callable[[sys.UnraisableHookArgs], object]) -> None:
+        self.before = before
+
+    def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
         error = unraisable.exc_value
         if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            before(unraisable)
-
-    hook.late_callbacks = True  # type: ignore[attr-defined]
-    sys.unraisablehook = hook
+            self.before(unraisable)
 
 
 def keep_freed_memory() -> bool:

@@ -138,7 +138,9 @@ def shard_map_over(fn: Any, in_axes: Any, out_axes: Any, **kwargs: Any) -> Any:
     def spec(axes: Any) -> PartitionSpec:
         return partition_spec(axes, mesh, rules, name="shard_map argument")
 
-    is_axes = lambda a: isinstance(a, tuple) and all(n is None or isinstance(n, str) for n in a)  # noqa: E731
+    def is_axes(a: Any) -> bool:
+        return isinstance(a, tuple) and all(n is None or isinstance(n, str) for n in a)
+
     return jax.shard_map(
         fn,
         in_specs=jax.tree.map(spec, in_axes, is_leaf=is_axes),
@@ -150,7 +152,9 @@ def shard_map_over(fn: Any, in_axes: Any, out_axes: Any, **kwargs: Any) -> Any:
 def param_shardings(declared: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
     """A `NamedSharding` for each declared parameter. Refuses, before any compilation, a dimension that does not divide."""
     table = {**RULES, **(rules or {})}
-    is_box = lambda leaf: hasattr(leaf, "names")  # noqa: E731
+
+    def is_box(leaf: Any) -> bool:
+        return hasattr(leaf, "names")
 
     def one(path: Any, leaf: Any) -> NamedSharding:
         name = "parameter " + jax.tree_util.keystr(path, simple=True, separator="/")

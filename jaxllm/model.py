@@ -74,8 +74,13 @@ class Block(nn.Module, kw_only=True):
         self, R: Any, ctx: Context, cache: Any, shared: Mapping[str, Array]
     ) -> tuple[Any, Any, Mapping[str, Array], Aux]:
         drop = nn.Dropout(self.dropout, deterministic=not ctx.train) if self.dropout else lambda y: y
-        before = lambda x, name: self.norm(name=name)(x) if self.pre_norms else x  # noqa: E731
-        after = lambda y, name: drop(self.norm(name=name)(y) if self.post_norms else y)  # noqa: E731
+
+        def before(x: Array, name: str) -> Array:
+            return self.norm(name=name)(x) if self.pre_norms else x
+
+        def after(y: Array, name: str) -> Array:
+            return drop(self.norm(name=name)(y) if self.post_norms else y)
+
         site = self.residual(site="mixer", name="residual_mixer")
         with jax.named_scope("mixer"):
             x = before(site.read(R), "norm_mixer")
@@ -374,7 +379,10 @@ class LanguageModel(nn.Module, kw_only=True):
     ) -> dict[str, Any]:
         """A cache for each layer, in the unstacked layout, with room for `length` tokens a row (tentative ones included)."""
         dtype = self.compute_dtype if dtype is None else jnp.dtype(dtype)
-        make = lambda role: self.mixer(role).init_cache(batch, length, dtype, draft=draft, pages=pages)  # noqa: E731
+
+        def make(role: str) -> Any:
+            return self.mixer(role).init_cache(batch, length, dtype, draft=draft, pages=pages)
+
         return {
             f"g{i}_{n}": {f"b{j}": make(pair[0]) for j, pair in enumerate(group.period)}
             for i, group in enumerate(self.groups)
@@ -389,8 +397,11 @@ class LanguageModel(nn.Module, kw_only=True):
         converting at every token would take longer than the products. Embedding and head take the computation's dtype either way.
         """
         dtype = self.compute_dtype
-        floating = lambda a: jnp.issubdtype(a.dtype, jnp.floating)  # noqa: E731
-        widen = lambda a: a.astype(dtype) if floating(a) and a.dtype.itemsize < dtype.itemsize else a  # noqa: E731
+
+        def widen(a: Any) -> Any:
+            narrow = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize < dtype.itemsize
+            return a.astype(dtype) if narrow else a
+
         params = jax.tree.map(widen, dict(params))
         ends = {name: params[name] for name in ("embed", "lm_head") if name in params}
         out = {**params, **{name: a if a.dtype == dtype else a.astype(dtype) for name, a in ends.items()}}

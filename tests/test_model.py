@@ -203,7 +203,10 @@ def test_compiled_size_does_not_grow_with_depth():
     def lines(n):
         model = build(layers=f"{n}* kv/dense")
         abstract = jax.tree.map(lambda b: b.value, declare(model), is_leaf=is_declared)
-        loss = lambda p: jnp.sum(model.apply({"params": p}, Context.whole(jnp.zeros((2, 12), jnp.int32)))[1].hidden)  # noqa: E731
+
+        def loss(p):
+            return jnp.sum(model.apply({"params": p}, Context.whole(jnp.zeros((2, 12), jnp.int32)))[1].hidden)
+
         return len(jax.jit(jax.grad(loss)).lower(abstract).compile().as_text().splitlines())
 
     assert abs(lines(24) / lines(4) - 1) < 0.1

@@ -78,7 +78,10 @@ def test_a_mistake_is_one_line_and_2(cli, tmp_path):
     assert ran.code == 2 and ran.lines == []
     assert ran.err.strip().splitlines() == ["error: data.path=nowhere: no such file"]
     assert list((tmp_path / "runs").iterdir()) == []  # the folder went with the mistake
-    assert cli("data.path=").err.strip() == "error: data.path=: is empty (an unset variable?); give a value, or leave the key out"
+    assert (
+        cli("data.path=").err.strip()
+        == "error: data.path=: is empty (an unset variable?); give a value, or leave the key out"
+    )
     for arguments in (["trian.steps=3"], ["model=tinny"], ["seed=(1"], ["--steps=3"], ["steps"], ["--config-dir"]):
         ran = cli(*arguments)
         assert ran.code == 2 and ran.lines == []
@@ -210,9 +213,21 @@ def test_jobs_elsewhere_report_through_the_parent(cli, tmp_path, monkeypatch):
 
 def test_a_launcher_takes_the_jobs_to_other_processes(tmp_path, root):
     ran = subprocess.run(
-        [sys.executable, "-m", "jaxllm.run", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=-1,-2",
-         "hydra.sweep.dir=sweep"],
-        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)}, timeout=300,
+        [
+            sys.executable,
+            "-m",
+            "jaxllm.run",
+            "-m",
+            "hydra/launcher=joblib",
+            "hydra.launcher.n_jobs=2",
+            "seed=-1,-2",
+            "hydra.sweep.dir=sweep",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        timeout=300,
     )
     assert ran.returncode == 2, ran.stderr
     first, second = (json.loads(line) for line in ran.stdout.splitlines())
@@ -254,8 +269,12 @@ def test_the_second_signal_kills(tmp_path, root):
         "run.WRITES = run.WRITES | {'probe'}; sys.exit(run.main())"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, *PROBE, "name='stubborn:2'"], cwd=tmp_path, text=True, capture_output=True,
-        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}, timeout=120,
+        [sys.executable, "-c", code, *PROBE, "name='stubborn:2'"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"},
+        timeout=120,
     )
     assert ran.returncode == -signal.SIGINT
     assert "once more kills" in ran.stderr and ran.stdout == ""
@@ -284,7 +303,10 @@ def test_the_second_start_compiles_from_the_cache(tmp_path, root):
         "t = time.perf_counter(); low.compile(); print(time.perf_counter() - t)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(root)}
-    run = lambda: float(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout)  # noqa: E731
+
+    def run():
+        return float(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout)
+
     first, second = run(), run()
     assert second < 0.2 * first
     assert len(list(tmp_path.rglob("*-cache"))) >= 1

@@ -72,7 +72,10 @@ class ToyRecurrent(Layer, kw_only=True):
             jnp.where(fresh, 0.0, cache.state),
             jnp.where(fresh, 0.0, cache.window),
         )
-        pick = lambda a: jnp.take_along_axis(a, run.commit[None, :, None], axis=0)[0]  # noqa: E731
+
+        def pick(a):
+            return jnp.take_along_axis(a, run.commit[None, :, None], axis=0)[0]
+
         y = jnp.take_along_axis(y, run.output[:, :, None], axis=1)
         new = RecurrentCache(pick(states), pick(windows), keep_pending(run, cache.pending.shape[1]))
         return y.astype(x.dtype), new, shared, {}

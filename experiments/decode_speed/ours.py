@@ -97,7 +97,10 @@ def main() -> None:
 
 def prefill(generator: Generator, weights: Any, args: argparse.Namespace) -> None:
     prompts = prompt_ids(PREFILL, 1)
-    take = lambda: generator.generate(weights, prompts, max_new_tokens=1, sampling=GREEDY)[1].ttft_s  # noqa: E731
+
+    def take():
+        return generator.generate(weights, prompts, max_new_tokens=1, sampling=GREEDY)[1].ttft_s
+
     take()
     runs = [PREFILL / take() for _ in range(args.repeats)]
     report("prefill", args, tokens_per_s=round(statistics.median(runs), 1), runs=[round(run, 1) for run in runs])

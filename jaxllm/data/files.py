@@ -24,10 +24,53 @@ from jaxllm.errors import UserError
 JSONL = frozenset({".jsonl", ".ndjson"})
 PACKED = frozenset({".gz", ".zst"})
 # What is taken from a folder; a glob or the file's own name takes anything.
-TEXT = frozenset({
-    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".xml", ".srt", ".po", ".css", ".sql",
-    ".py", ".pyi", ".js", ".mjs", ".ts", ".tsx", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".scala",
-    ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".m", ".swift", ".hs", ".ml", ".el", ".sh", ".f90"})
+TEXT = frozenset(
+    {
+        ".txt",
+        ".text",
+        ".md",
+        ".markdown",
+        ".rst",
+        ".tex",
+        ".org",
+        ".html",
+        ".xml",
+        ".srt",
+        ".po",
+        ".css",
+        ".sql",
+        ".py",
+        ".pyi",
+        ".js",
+        ".mjs",
+        ".ts",
+        ".tsx",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".java",
+        ".kt",
+        ".scala",
+        ".go",
+        ".rs",
+        ".rb",
+        ".php",
+        ".pl",
+        ".lua",
+        ".jl",
+        ".r",
+        ".m",
+        ".swift",
+        ".hs",
+        ".ml",
+        ".el",
+        ".sh",
+        ".f90",
+    }
+)
 
 FREE_EXPANSION = 64 * 2**20  # bytes: below this no packed file is suspect
 
@@ -106,8 +149,10 @@ def folder_files(folder: Path, asked: str, log: Log) -> list[Path]:
                 others["".join(file.suffixes) or "no suffix"] += 1
     left = ", ".join(f"{n} x {s}" for s, n in others.most_common(5))
     if not taken:
-        raise UserError(f"data.path={asked}: the folder holds no text files"
-                        + (f" (only {left}); name them by a glob such as '{asked}/*'" if left else ""))
+        raise UserError(
+            f"data.path={asked}: the folder holds no text files"
+            + (f" (only {left}); name them by a glob such as '{asked}/*'" if left else "")
+        )
     if others:
         say(log, f"data: left out of {asked}: {left} (name them by a glob to include them)")
     return taken
@@ -123,8 +168,10 @@ def read_documents(file: TextFile, how: Reading) -> Iterator[str]:
             yield from (json_lines if file.suffixes[0] in JSONL else cut)(text, file, how)
         except UnicodeDecodeError as error:
             at = raw.count - len(error.object) + error.start
-            raise UserError(f"{file.path}: not {how.encoding} text (byte 0x{error.object[error.start]:02x} near offset "
-                            f"{max(at, 0)}): convert it, leave it out by a glob, or set data.encoding") from None
+            raise UserError(
+                f"{file.path}: not {how.encoding} text (byte 0x{error.object[error.start]:02x} near offset "
+                f"{max(at, 0)}): convert it, leave it out by a glob, or set data.encoding"
+            ) from None
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(f"{file.path}: damaged or not a gzip file ({error})") from None
         except OSError as error:
@@ -229,9 +276,13 @@ class Bounded(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        got = self.inner.readinto(buffer)  # type: ignore[attr-defined]
+        data = self.inner.read(len(buffer))
+        got = len(data)
+        buffer[:got] = data
         self.count += got
         if self.limit is not None and self.count > self.limit:
-            raise UserError(f"{self.file.path}: unpacks to more than {self.ratio} times its size and looks like a "
-                            "decompression bomb; raise data.max_expansion if it is honest")
-        return int(got)
+            raise UserError(
+                f"{self.file.path}: unpacks to more than {self.ratio} times its size and looks like a "
+                "decompression bomb; raise data.max_expansion if it is honest"
+            )
+        return got

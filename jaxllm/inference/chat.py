@@ -180,7 +180,7 @@ class Steps:
 class Generation(Extension):
     """`{% generation %}`, which marks what an assistant wrote for training; here it is only what it encloses."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno

@@ -212,7 +212,10 @@ class Cost:
 
 def matrices_as(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """For `prepare`: the projections (`*_proj`) in the dtype they are multiplied in, so that no call converts them again."""
-    cast = lambda name, a: name.endswith("_proj") and a.dtype != dtype  # noqa: E731
+
+    def cast(name: str, a: Any) -> bool:
+        return name.endswith("_proj") and a.dtype != dtype
+
     return {name: a.astype(dtype) if cast(name, a) else a for name, a in params.items()}
 
 

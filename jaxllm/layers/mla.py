@@ -240,7 +240,10 @@ class MLA(Layer, kw_only=True):
         parts = self._projections
         fused = {"x_proj": jnp.concatenate([params[f"{n}_proj"].reshape(self.d_model, -1) for n in parts], axis=1)}
         if self.qkv_bias:
-            width = lambda name: params[f"{name}_proj"].reshape(self.d_model, -1).shape[1]  # noqa: E731
+
+            def width(name: str) -> int:
+                return params[f"{name}_proj"].reshape(self.d_model, -1).shape[1]
+
             fused["x_bias"] = jnp.concatenate([params.get(f"{n}_bias", jnp.zeros(width(n))).reshape(-1) for n in parts])
         fused["up_k"] = params["k_b_proj"].transpose(1, 2, 0)
         fused["up_v"] = params["v_b_proj"].transpose(1, 0, 2)

@@ -56,7 +56,9 @@ def influence(model: LanguageModel, n: int, params: Any = None, *, seed: int = 0
         out: Any = model.apply({"params": params | {"embed": embed}}, ctx, method="backbone")[1]
         return out.hidden[0, i].astype(jnp.float32) @ direction
 
-    one = lambda i: jnp.linalg.norm(jax.grad(said)(params["embed"], i)[:n], axis=-1)  # noqa: E731
+    def one(i: jax.Array) -> jax.Array:
+        return jnp.linalg.norm(jax.grad(said)(params["embed"], i)[:n], axis=-1)
+
     return np.asarray(jax.jit(lambda: jax.lax.map(one, jnp.arange(n)))())
 
 

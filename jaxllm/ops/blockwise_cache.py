@@ -56,7 +56,10 @@ def blockwise_sources(
     c = min(block, t)
     extra = -t % c
     blocks = query_blocks(q, g, c, extra)
-    rows = lambda x, fill: jnp.pad(x, ((0, 0), (0, extra)), constant_values=fill).reshape(b, -1, c).transpose(1, 0, 2)  # noqa: E731
+
+    def rows(x: Array, fill: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, extra)), constant_values=fill).reshape(b, -1, c).transpose(1, 0, 2)
+
     at, live, sinks = rows(positions, 0), rows(valid, False), per_group(sinks, g)
 
     def meet_all(carry: None, j: Array) -> tuple[None, Array]:

@@ -221,7 +221,10 @@ def splash(
             attn_logits_soft_cap=softcap,
             interpret=jax.default_backend() != "tpu",
         )
-        call = lambda q, k, v, s: kernel(q, k, v, segment_ids=module.SegmentIds(q=s, kv=s), sinks=sinks)  # noqa: E731
+
+        def call(q: Array, k: Array, v: Array, s: Array) -> Array:
+            return kernel(q, k, v, segment_ids=module.SegmentIds(q=s, kv=s), sinks=sinks)
+
         return jax.vmap(call)(q, k, v, segments)
 
     mesh = jax.sharding.get_abstract_mesh()

@@ -73,7 +73,10 @@ def attend_absorbed(
     axis of size 1, would be copied at every token.
     """
     b, t, h, _ = q_n.shape
-    flat = lambda x: x.reshape(b, h * t, -1)  # noqa: E731
+
+    def flat(x: Array) -> Array:
+        return x.reshape(b, h * t, -1)
+
     scores = jnp.einsum("bmr,bsr->bms", flat(absorb(q_n, up_k)), c, preferred_element_type=jnp.float32)
     turned = flat(q_r.transpose(0, 2, 1, 3))
     scores = (scores + jnp.einsum("bmo,bso->bms", turned, k_r, preferred_element_type=jnp.float32)) * scale

@@ -54,7 +54,10 @@ def yarn_frequencies(
     turn more than beta_fast times keep their frequency, those below beta_slow have it divided by s, in between a ramp over the index.
     `truncate` widens the ramp to whole indices.
     """
-    where = lambda turns: dim * math.log(original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))  # noqa: E731
+
+    def where(turns: float) -> float:
+        return dim * math.log(original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
     low, high = where(beta_fast), where(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)

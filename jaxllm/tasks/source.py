@@ -1,7 +1,7 @@
 """`source=`: a run folder, one checkpoint of it, a Hugging Face folder or a GGUF file, turned into a model that can run.
 
 A checkpoint of ours needs nothing beside itself: its meta holds the whole configuration and the tokenizer's files, so a
-checkpoint copied alone works. It may come from anybody: it is data, only jaxllm.* and optax.* targets are built from
+checkpoint copied alone works. It may come from anybody: it is data, only the parts named in `targets.SAVED_TARGETS` are built from
 its configuration, and its shapes are compared with the model's before anything runs. Foreign checkpoints are read by `jaxllm.weights`.
 """
 
@@ -64,7 +64,7 @@ def open_source(
     Args:
         overrides: dotted keys of the saved configuration to set anew (`{"model.logit_softcap": 30.0}`). One that
             changes the shape of a parameter is refused.
-        allow_targets: prefixes of targets that may be built besides jaxllm.* and optax.*.
+        allow_targets: prefixes of targets that may be built besides `SAVED_TARGETS`.
         warn: told in one line of damaged checkpoints that were passed over.
         mesh, rules: where the parameters of a foreign checkpoint go, shard by shard; without, one device.
 

@@ -5,6 +5,7 @@ folder. Tensors are read one at a time, straight from the file, and quantised on
 than the tensor itself is ever held. The `gguf` package knows the storage formats; the header is read by `gguf_header.py`.
 """
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,8 @@ class _Formats:
 
 def _formats() -> _Formats:
     try:
-        import gguf
-        import gguf.quants  # noqa: F401
+        gguf = importlib.import_module("gguf")
+        importlib.import_module("gguf.quants")  # makes it an attribute of the package
     except ImportError:
         raise UserError('source: reading GGUF files needs the package gguf; pip install "jaxllm[gguf]"') from None
     return _Formats(gguf)

@@ -98,7 +98,10 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     kinds = np.asarray(metadata.get("tokenizer.ggml.token_type", np.full(len(tokens), NORMAL)))
     if kinds.shape != (len(tokens),):
         raise UserError(f"tokenizer.ggml.token_type has {kinds.size} entries for {len(tokens)} tokens")
-    named = lambda kind: [tokens[i] for i in np.flatnonzero(kinds == kind)]  # noqa: E731
+
+    def named(kind: int) -> list[str]:
+        return [tokens[i] for i in np.flatnonzero(kinds == kind)]
+
     library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named(CONTROL)])
     library.add_tokens([AddedToken(token, special=False, normalized=False) for token in named(USER)])
     return library

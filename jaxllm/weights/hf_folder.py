@@ -112,7 +112,7 @@ class HFFolder:
     def _open(self, file: Path) -> None:
         try:
             with safe_open(file, framework="numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                for name in tensors.keys():  # not a dict
                     if name in self._files:
                         raise UserError(
                             f"{file}: tensor {name} is in {self._files[name].name} too; it must be in one file"

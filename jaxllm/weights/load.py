@@ -92,7 +92,10 @@ def _renamed(places: list[Placed], family: Family, source: TensorSource) -> list
     """Under the names of a file that holds the backbone alone, where it does."""
     if not family.prefix or any(name.startswith(family.prefix) for name in source.names()):
         return places
-    bare = lambda names: tuple(name.removeprefix(family.prefix) for name in names)  # noqa: E731
+
+    def bare(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name.removeprefix(family.prefix) for name in names)
+
     return [Placed(p.rule, p.paths, bare(p.names), p.shapes, p.stacked) for p in places]
 
 

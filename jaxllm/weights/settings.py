@@ -22,7 +22,7 @@ class ConvertSettings:
     shard_size: str = "5GB"
 
     def __post_init__(self) -> None:
-        self.shard_bytes  # noqa: B018 - refuses what it cannot read
+        _ = self.shard_bytes  # refuses what it cannot read
 
     @property
     def shard_bytes(self) -> int:

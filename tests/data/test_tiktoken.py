@@ -64,7 +64,10 @@ def test_ids_are_those_of_merging_by_rank(file, tmp_path):
 def test_the_split_is_a_setting(file, tmp_path):
     """Qwen cuts digits apart, GPT-4 keeps three of them."""
     ranks = read_ranks(file)
-    fit = lambda pattern: TiktokenFile(str(file), pattern=pattern).fit([], tmp_path).encode("123")  # noqa: E731
+
+    def fit(pattern):
+        return TiktokenFile(str(file), pattern=pattern).fit([], tmp_path).encode("123")
+
     assert fit("cl100k") == [ranks[b"123"]] and fit("qwen") == [ranks[b"1"], ranks[b"2"], ranks[b"3"]]
     assert fit("[0-9]{2}|.") == [ranks[b"12"], ranks[b"3"]] and fit("o200k") == fit("gpt2") == [ranks[b"123"]]
     with pytest.raises(UserError, match="data.tokenizer.pattern: is no regular expression"):

@@ -24,7 +24,7 @@ def digest(folder: Path) -> str:
     found = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="numpy") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}
     for name in sorted(found):
         total.update(name.encode() + found[name].tobytes())
     return total.hexdigest()

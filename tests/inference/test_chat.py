@@ -53,7 +53,10 @@ def test_a_conversation_is_written_as_the_template_says(tmp_path):
     template = ChatTemplate(tokenizer)
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert template.render(HELLO) == text
-    turn = lambda role, content: [257, *raw(f"{role}\n{content}"), 258, *raw("\n")]  # noqa: E731
+
+    def turn(role, content):
+        return [257, *raw(f"{role}\n{content}"), 258, *raw("\n")]
+
     ids = turn("system", "Be brief.") + turn("user", "What is 1+1?")
     assert template.encode(HELLO) == [*ids, 257, *raw("assistant\n")]
     assert template.encode(HELLO, add_generation_prompt=False) == ids

@@ -23,7 +23,10 @@ def params_of(layer, seed=0):
     ctx = Context.whole(jnp.zeros((1, 2), jnp.int32))
     shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), jnp.zeros((1, 2, D)), ctx))["params"]
     rng = np.random.default_rng(seed)
-    draw = lambda box: rng.standard_normal(box.value.shape).astype(np.float32) / 4  # noqa: E731
+
+    def draw(box):
+        return rng.standard_normal(box.value.shape).astype(np.float32) / 4
+
     return jax.tree.map(draw, shapes, is_leaf=is_declared)
 
 
@@ -59,7 +62,10 @@ def textbook(layer, p, x):
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), p)
     t = x.shape[0]
     q, k, v = (np.einsum("td,dhk->thk", x, p[f"{n}_proj"]) + p[f"{n}_bias"] for n in "qkv")
-    flat = lambda a: a.reshape(t, -1)  # noqa: E731
+
+    def flat(a):
+        return a.reshape(t, -1)
+
     q = turned(rms(flat(q), p["q_norm"]["scale"]).reshape(q.shape), layer.rope.partial)
     k = turned(rms(flat(k), p["k_norm"]["scale"]).reshape(k.shape), layer.rope.partial)
     v = v * layer.value_scale
@@ -248,7 +254,9 @@ def test_changing_the_first_token_reaches_four_queries_of_a_window_of_four():
         decoder = Decoder(layer, params, 16)
         return np.concatenate([decoder.feed(x[:, i : i + 1]) for i in range(8)], axis=1)
 
-    chunk = lambda x: Decoder(layer, params, 16).feed(x)  # noqa: E731
+    def chunk(x):
+        return Decoder(layer, params, 16).feed(x)
+
     for run in (functools.partial(whole, layer, params), chunk, decode):
         a, b = run(x), run(changed)
         np.testing.assert_array_equal(a[:, 4:], b[:, 4:])
@@ -257,7 +265,10 @@ def test_changing_the_first_token_reaches_four_queries_of_a_window_of_four():
 
 def test_a_ring_is_never_longer_than_the_context_and_its_cost_is_what_it_holds():
     make = functools.partial(GQA, d_model=D, num_heads=4, num_kv_heads=2)
-    shape = lambda layer, *a, **kw: jax.eval_shape(lambda: layer.init_cache(2, *a, jnp.float32, **kw))  # noqa: E731
+
+    def shape(layer, *a, **kw):
+        return jax.eval_shape(lambda: layer.init_cache(2, *a, jnp.float32, **kw))
+
     ring = make(window=4, dilation=2, global_tokens=3)
     assert [shape(ring, n).capacity for n in (4, 11, 64)] == [4, 11, 11]
     assert shape(ring, 64, draft=5).capacity == 16

@@ -124,7 +124,10 @@ def test_bfloat16_decoding_stays_within_its_rounding_and_caches_latent_and_turne
         return layer.apply({"params": params}, x, ctx())[0], cached, cache
 
     whole, cached, cache = run(params, x.astype(jnp.bfloat16))
-    error = lambda got: np.abs(np.asarray(got, np.float64) - want).max()  # noqa: E731
+
+    def error(got):
+        return np.abs(np.asarray(got, np.float64) - want).max()
+
     assert 0 < error(whole) < 0.05 * np.abs(want).max()
     assert error(cached) < 2 * error(whole)
     assert cache.latent.shape == (B, 12, 10) and cache.key.shape == (B, 12, 4) and cache.latent.dtype == jnp.bfloat16

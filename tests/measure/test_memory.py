@@ -23,7 +23,10 @@ def test_what_a_backward_keeps():
 def test_depth_adds_and_remat_does_not():
     w = jax.ShapeDtypeStruct((6, 8, 8), jnp.float32)
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    body = lambda x, w: (jnp.sin(x @ w), None)  # noqa: E731
+
+    def body(x, w):
+        return (jnp.sin(x @ w), None)
+
     keep = saved_for_backward(lambda w, x: jnp.sum(jax.lax.scan(body, x, w)[0]), w, x)
     remat = saved_for_backward(
         lambda w, x: jnp.sum(jax.lax.scan(jax.checkpoint(body, prevent_cse=False), x, w)[0]), w, x

@@ -56,7 +56,10 @@ def test_blocks_equal_the_naive_form(case):
     def run(fn):
         if not gradients:
             return jax.jit(fn)(*args)
-        loss = lambda *a: (lambda out: (jnp.sum(out * probe), out))(fn(*a))  # noqa: E731
+
+        def loss(*a):
+            return (lambda out: (jnp.sum(out * probe), out))(fn(*a))
+
         grads, out = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))), has_aux=True))(*args)
         return out, grads
 
@@ -98,7 +101,10 @@ def test_the_naive_form_would_not_fit():
 
 def flops(t, mask):
     array, index = jax.ShapeDtypeStruct((1, t, 1, 32), jnp.float32), jax.ShapeDtypeStruct((1, t), jnp.int32)
-    fn = lambda q, k, v, p, s: jnp.sum(attention(q, k, v, p, s, mask, scale=0.2))  # noqa: E731
+
+    def fn(q, k, v, p, s):
+        return jnp.sum(attention(q, k, v, p, s, mask, scale=0.2))
+
     return contract.dot_flops(jax.make_jaxpr(jax.grad(fn, argnums=(0, 1, 2)))(array, array, array, index, index).jaxpr)
 
 
@@ -126,7 +132,10 @@ def test_sources_equal_the_naive_form_wherever_keys_lie():
     for b, s in np.argwhere(places < EMPTY):
         for cache, x in zip(in_order, (k, v), strict=True):
             cache[b, :, places[b, s]] = x[b, s]
-    rows = lambda x: x.transpose(0, 2, 1, 3)  # noqa: E731
+
+    def rows(x):
+        return x.transpose(0, 2, 1, 3)
+
     ring = Source(rows(k[:, order]), rows(v[:, order]), held[:, order])
     fresh = Source(rows(k[:, old:]), rows(v[:, old:]), beside, local=True)
     cache = Source(*in_order, np.broadcast_to(np.arange(40), (2, 40)), ordered=True)

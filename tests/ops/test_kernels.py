@@ -85,7 +85,10 @@ def test_kernels_agree_on_a_mesh_of_rows_and_heads():
     ctx = jax.tree.map(lambda x: jnp.tile(x, (2, 1)), rows(packed=True))
     scores = {"scale": 0.3, "softcap": 2.0}
     mesh = build_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))  # noqa: E731
+
+    def put(x, *axes):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
     split = [put(x, ("data", "fsdp"), None, "tensor", None) for x in (q, k, v)] + [put(sinks, "tensor")]
 
     @jax.jit

@@ -52,7 +52,10 @@ def exact(a, mask):
 
 def forms(a, positions, valid, mask):
     """Every way to the same output, in one program."""
-    blocks = lambda **kw: attend_latents(**a, positions=positions, valid=valid, scale=SCALE, **kw)  # noqa: E731
+
+    def blocks(**kw):
+        return attend_latents(**a, positions=positions, valid=valid, scale=SCALE, **kw)
+
     short = {**a, "q_n": a["q_n"][:, :1], "q_r": a["q_r"][:, :1]}
     return {
         "naive": latent_naive(**a, mask=mask, scale=SCALE),

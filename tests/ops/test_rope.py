@@ -32,7 +32,9 @@ def test_scores_depend_on_the_distance_alone_and_partial_leaves_the_rest(interle
     q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 16)), jnp.float32) for _ in range(2))
 
     def score(a, b):
-        turn = lambda x, p: rope(x, rope.angles(jnp.array([[p]]), 16))  # noqa: E731
+        def turn(x, p):
+            return rope(x, rope.angles(jnp.array([[p]]), 16))
+
         return float(jnp.sum(turn(q, a) * turn(k, b)))
 
     assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)

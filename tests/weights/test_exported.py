@@ -23,7 +23,10 @@ def model():
     words = ["model.mixers.global.qk_norm=true", "model.embed_scale=5.7", "model.vocab_multiple=16", "track=none"]
     made = compose(["model=tiny", "model.d_model=32", "model.vocab_size=50", *words]).build("model")
     noise = np.random.Generator(np.random.Philox(5))
-    shift = lambda a: np.asarray(a) + 0.2 * noise.standard_normal(a.shape, dtype=np.float32)  # noqa: E731
+
+    def shift(a):
+        return np.asarray(a) + 0.2 * noise.standard_normal(a.shape, dtype=np.float32)
+
     return made, jax.tree.map(shift, init_params(made, jax.random.key(3)))
 
 

@@ -240,7 +240,10 @@ def test_tokenizer(tmp_path):
     source = GGUFFile(files.write(tmp_path / "m.gguf", metadata, {n: files.plain(a) for n, a in arrays.items()}))
     got = source.tokenizer_files()
     library = Tokenizer.from_str(got["tokenizer.json"].decode())
-    ids = lambda text: library.encode(text).ids  # noqa: E731
+
+    def ids(text):
+        return library.encode(text).ids
+
     assert ids("hello 12") == [10, 11, 6, 7, 8, 9]  # he ll o, then each digit alone
     assert ids("<|start|>he<tool>") == [1, 10, 2]
     assert library.decode([1, 10, 2, 12]) == "he<tool> h"  # a control token is left out, one of a user is text

@@ -4,7 +4,7 @@ On disk (a local or mounted folder; only arrays and JSON, never code)::
 
     checkpoints/20/state/               the arrays, under nested names (params/g0/b0/mixer/wq/kernel ...)
     checkpoints/20/meta/metadata        JSON: format, step, metric, the caller's meta, shape and dtype of every leaf
-    checkpoints/20/files.json           sizes of the files below state/, written just before the commit
+    checkpoints/20/files.json           size and CRC-32 of the files below state/, written just before the commit
     checkpoints/20/commit_success.txt   the commit marker, written last
     checkpoints/20.damaged, 20.superseded   what stood in the way of a new checkpoint 20; kept, never read again
 
@@ -63,7 +63,7 @@ class Checkpoints:
         self.keep_last, self.keep_best = keep_last, keep_best
         self._warn: Warn = warn or logging.getLogger(__name__).warning
         self._manager: ocp.CheckpointManager | None = None
-        self._damaged: dict[int, str] = {}  # found while reading arrays: the cheap checks cannot see it
+        self._damaged: dict[int, str] = {}  # found while reading the files: the cheap checks cannot see it
         self._pending: tuple[int, float | None] | None = None  # (step, metric) of the save in flight
         self._at: int | None = None  # the step this run stands at: last saved or restored here
 
@@ -193,11 +193,10 @@ class Checkpoints:
         return self._manager
 
     def _seal(self) -> None:
-        """Runs in the writer thread when all arrays are on disk, before the commit: note the size of every file."""
+        """Runs in the writer thread when all arrays are on disk, before the commit: note size and checksum of every file."""
         if jax.process_index() == 0 and self._pending is not None:
             for folder in self.folder.glob(f"{self._pending[0]}{TEMPORARY}*"):
-                sizes = files.file_sizes(folder / "state")
-                (folder / files.SIZES).write_text(json.dumps(sizes), encoding="utf-8")
+                (folder / files.SIZES).write_text(json.dumps(files.seal(folder / "state")), encoding="utf-8")
 
     def _clear_way(self, step: int) -> None:
         """Rename every checkpoint at or after `step`: damaged ones, and those of a future this run went back from."""
@@ -293,6 +292,8 @@ class Checkpoints:
         for candidate in sorted(self._present(), reverse=True) if step is None else [step]:
             folder = self.path(candidate)
             reason = self._damage(candidate)
+            if reason is None and (reason := files.corruption(folder)) is not None:
+                self._damaged[candidate] = reason
             if reason is None:
                 envelope = files.read_envelope(folder)
                 try:

@@ -136,6 +136,7 @@ def test_a_finished_run_that_is_started_again_says_what_it_came_to(tmp_path):
         ("optim.lr=0", "lr: 0.0 must be above 0"),
         ("model.layers=2* global/dens", "role 'dens'"),
         ("train.accumulate=3", "accumulate"),
+        ("mesh.axes.data=8", "batch"),
     ],
 )
 def test_a_mistake_leaves_nothing_but_the_configuration(tmp_path, mistake, words):

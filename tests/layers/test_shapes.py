@@ -12,6 +12,7 @@ from jaxllm.layers.gqa import GQA
 from jaxllm.layers.mlp import ACTIVATIONS, MLP
 from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.layers.residual import Residual
+from jaxllm.ops.glu import glu
 
 B, T, D = 2, 6, 16
 
@@ -68,6 +69,19 @@ def test_mlp_equals_its_formula(activation, gated):
     act = ACTIVATIONS[activation]
     hidden = act(x @ p["gate_proj"]) * (x @ p["up_proj"]) if gated else act(x @ p["up_proj"])
     np.testing.assert_allclose(y, hidden @ p["down_proj"], atol=1e-5)
+
+
+@pytest.mark.parametrize("fields,kind", [({"activation": "situ"}, "situ"), ({"limit": 0.5}, "clamped")])
+def test_mlp_with_a_bounded_gate_fused_or_not(fields, kind):
+    layer = MLP(d_model=D, d_ff=24, **fields)
+    x, ctx = x_and_ctx()
+    params, (y, _) = run(layer, x, ctx)
+    p = jax.tree.map(lambda b: b.value, params, is_leaf=lambda b: hasattr(b, "names"))
+    hidden = glu(x @ p["gate_proj"], x @ p["up_proj"], kind, layer.limit)
+    np.testing.assert_allclose(y, hidden @ p["down_proj"], atol=1e-5)
+    np.testing.assert_allclose(layer.apply({"params": layer.prepare(p)}, x, ctx)[0], y, atol=1e-5)
+    with pytest.raises(UserError, match="limit|gated"):
+        MLP(d_model=D, gated=False, **fields)
 
 
 def test_mlp_default_widths():

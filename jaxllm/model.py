@@ -233,12 +233,16 @@ class LanguageModel(nn.Module, kw_only=True):
         return self.ffns[role](**self._supplied(), **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
 
     @nn.nowrap
-    def _norm(self, **kwargs: Any) -> nn.Module:
-        return self.norm(eps=self.norm_eps, param_dtype=jnp.dtype(self.param_dtype), **kwargs)
+    def norm_layer(self, **kwargs: Any) -> nn.Module:
+        """A norm of the model with its fields filled in; unbound unless `name` is given."""
+        supplied = {"eps": self.norm_eps, "param_dtype": jnp.dtype(self.param_dtype)}
+        return self.norm(**supplied, **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
 
     @nn.nowrap
-    def _residual(self, **kwargs: Any) -> Residual:
-        return self.residual(**self._supplied(), **kwargs)
+    def residual_site(self, site: str, **kwargs: Any) -> Residual:
+        """The residual scheme as it stands at a site; unbound unless `name` is given."""
+        supplied = {**self._supplied(), "site": site}
+        return self.residual(**supplied, **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
 
     @nn.nowrap
     def _block(self, mixer_role: str, ffn_role: str) -> Callable[..., Block]:
@@ -246,8 +250,8 @@ class LanguageModel(nn.Module, kw_only=True):
             return Block(
                 mixer=lambda **kw: self.mixer(mixer_role, **kw),
                 ffn=lambda **kw: self.ffn(ffn_role, **kw),
-                residual=self._residual,
-                norm=self._norm,
+                residual=self.residual_site,
+                norm=self.norm_layer,
                 pre_norms=self.pre_norms,
                 post_norms=self.post_norms,
                 dropout=self.dropout,
@@ -267,14 +271,14 @@ class LanguageModel(nn.Module, kw_only=True):
             table = (self.learned_positions, d)
             self.positions = param(self, "positions", Normal(0.5 * d**-0.5), table, (None, "embed"), dtype=dtype)
         if self.embed_norm:
-            self.norm_embed = self._norm(name="norm_embed")
-        self.final_norm = self._norm(name="final_norm")
-        self.residual_out = self._residual(site="out", name="residual_out")
+            self.norm_embed = self.norm_layer(name="norm_embed")
+        self.final_norm = self.norm_layer(name="final_norm")
+        self.residual_out = self.residual_site("out", name="residual_out")
         policy = REMAT[self.remat]
         periods = []
         for i, group in enumerate(self.groups):
             blocks = tuple(self._block(*pair) for pair in group.period)
-            kwargs: dict[str, Any] = {"blocks": blocks, "residual": self._residual}
+            kwargs: dict[str, Any] = {"blocks": blocks, "residual": self.residual_site}
             body = Period if policy is None else nn.remat(Period, prevent_cse=not self.scan, policy=policy)
             if not self.scan:
                 periods.append([body(**kwargs, name=f"g{i}_{n}") for n in range(group.repeats)])

@@ -64,21 +64,21 @@ class MLA(Layer, kw_only=True):
                 f"num_heads: {self.num_heads} does not divide d_model={self.d_model}; set qk_nope_head_dim or change one"
             )
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        for name, value in zip(names, (self.q_lora_rank or 1, *self._sizes), strict=True):
+        for name, value in zip(names, (self.q_lora_rank or 1, *self.sizes), strict=True):
             if value < 1 or getattr(self, name) == 0:
                 raise UserError(f"{name}: {getattr(self, name)} must be at least 1")
         if self.rope is not None:
             try:
-                self.rope.dim(self._sizes[2])
+                self.rope.dim(self.sizes[2])
             except UserError as error:
-                raise UserError(f"qk_rope_head_dim: {self._sizes[2]}: {error}") from error
+                raise UserError(f"qk_rope_head_dim: {self.sizes[2]}: {error}") from error
         super().__post_init__()
 
     # ---- what the fields mean ------------------------------------------------------------------------------------
 
     @property
-    def _sizes(self) -> tuple[int, int, int, int]:
-        """`r, n, o, v`."""
+    def sizes(self) -> tuple[int, int, int, int]:
+        """`r, n, o, v` of the docstring, with what null means filled in."""
         n = self.d_model // self.num_heads if self.qk_nope_head_dim is None else self.qk_nope_head_dim
         r = 4 * n if self.kv_lora_rank is None else self.kv_lora_rank
         o = n // 2 if self.qk_rope_head_dim is None else self.qk_rope_head_dim
@@ -88,13 +88,13 @@ class MLA(Layer, kw_only=True):
     def score_scale(self) -> float:
         if self.scale is not None:
             return self.scale
-        _, n, o, _ = self._sizes
+        _, n, o, _ = self.sizes
         return (n + o) ** -0.5 * (1.0 if self.rope is None else self.rope.attention_scale(o))
 
     @property
     def _projections(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], bool]]:
         """Shape without d, logical axes and whether there is a bias, of each product with x itself."""
-        r, n, o, v = self._sizes
+        r, n, o, v = self.sizes
         h, r_q = self.num_heads, self.q_lora_rank
         query: dict[str, Any] = {"q": ((h, n + o), ("heads", "head"), False)}
         if r_q is not None:
@@ -136,7 +136,7 @@ class MLA(Layer, kw_only=True):
 
     def _queries(self, parts: Mapping[str, Array]) -> tuple[Array, Array]:
         """`q_N [b t h n]` and `q_R [b t h o]`, not yet turned."""
-        _, n, o, _ = self._sizes
+        _, n, o, _ = self.sizes
         if self.q_lora_rank is None:
             query = parts["q"]
         else:
@@ -148,7 +148,7 @@ class MLA(Layer, kw_only=True):
 
     def _ups(self) -> tuple[Array, Array]:
         """`W_kb [r h n]` and `W_vb [r h v]`; or, made by `prepare`, `[h n r]` and `[h r v]`."""
-        r, n, _, v = self._sizes
+        r, n, _, v = self.sizes
         if self.has_variable("params", "up_k"):
             return self.get_variable("params", "up_k").astype(self.dtype), self.get_variable("params", "up_v").astype(
                 self.dtype
@@ -161,7 +161,7 @@ class MLA(Layer, kw_only=True):
     def __call__(
         self, x: Array, ctx: Context, cache: LatentCache | None = None, shared: Mapping[str, Array] | None = None
     ) -> tuple[Array, LatentCache | None, Mapping[str, Array], Aux]:
-        r, _, o, v = self._sizes
+        r, _, o, v = self.sizes
         d, h = self.d_model, self.num_heads
         parts = self._project(x)
         q_n, q_r = self._queries(parts)
@@ -228,7 +228,7 @@ class MLA(Layer, kw_only=True):
             raise UserError("cache: paged latent caches are not available; leave pages at null")
         if self.rope is not None:
             self.rope.check_cache(length)
-        r, _, o, _ = self._sizes
+        r, _, o, _ = self.sizes
         return LatentCache.zeros(batch, length, r, o, dtype)
 
     @nn.nowrap
@@ -259,7 +259,7 @@ class MLA(Layer, kw_only=True):
 
         Cache: `r + o` a token; absorbed attention reads the latents twice.
         """
-        r, n, o, v = self._sizes
+        r, n, o, v = self.sizes
         h, d, r_q = self.num_heads, self.d_model, self.q_lora_rank
         size = jnp.dtype(dtype).itemsize
         query = d * h * (n + o) if r_q is None else d * r_q + r_q * h * (n + o)

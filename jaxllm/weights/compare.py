@@ -42,8 +42,8 @@ def describe(model: LanguageModel) -> dict[str, Any]:
     facts: dict[str, Any] = {name: getattr(model, name) for name in TOP}
     facts["embed_scale"] = 1.0 if model.embed_scale is None else model.embed_scale
     facts["logit_scale"] = 1.0 if model.logit_scale is None else model.logit_scale
-    facts |= _fields("norm", model._norm(parent=None))
-    facts |= _fields("residual", model._residual(site="out", parent=None))
+    facts |= _fields("norm", model.norm_layer())
+    facts |= _fields("residual", model.residual_site("out"))
     number = 0
     for group in model.groups:
         for mixer, ffn in group.period * group.repeats:
@@ -84,7 +84,7 @@ def _resolved(layer: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(layer, MLA):
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         eps = layer.norm_eps if layer.latent_norm_eps is None else layer.latent_norm_eps
-        return {**dict(zip(names, layer._sizes, strict=True)), "scale": layer.score_scale, "latent_norm_eps": eps}
+        return {**dict(zip(names, layer.sizes, strict=True)), "scale": layer.score_scale, "latent_norm_eps": eps}
     return {"d_ff": layer.width} if isinstance(layer, MLP) else {}
 
 

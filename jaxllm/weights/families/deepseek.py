@@ -91,7 +91,7 @@ def _keys(model: LanguageModel) -> Node:
     rope = rope_keys(mixer.rope, model.max_seq_len)
     if rope is None:
         raise NoPlace(f"{type(mixer.rope).__name__} has no rope_type")
-    r, n, o, v = mixer._sizes
+    r, n, o, v = mixer.sizes
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,

@@ -118,7 +118,7 @@ def _granite_keys(model: LanguageModel) -> Node:
         **_plain_keys(model),
         "embedding_multiplier": 1.0 if model.embed_scale is None else model.embed_scale,
         "logits_scaling": 1.0 if model.logit_scale is None else 1.0 / model.logit_scale,
-        "residual_multiplier": model._residual(site="out", parent=None).scale,
+        "residual_multiplier": model.residual_site("out").scale,
         "attention_multiplier": mixer.key_dim**-0.5 if mixer.scale is None else mixer.scale,
     }
 

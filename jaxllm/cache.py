@@ -55,6 +55,18 @@ class LatentCache:
         return self.latent.shape[-2]
 
 
+@struct.dataclass
+class IndexedCache:
+    """What a mixer caches by itself, `held`, and beside it an indexer's keys `index [b, s, k]`; position p lies at index p of s."""
+
+    held: "KVCache | LatentCache"
+    index: Array
+
+    @property
+    def capacity(self) -> int:
+        return self.held.capacity
+
+
 EMPTY = 2**30  # position of a slot that holds nothing: later than every query
 
 
@@ -109,6 +121,30 @@ def write(buffer: Array, update: Array, positions: Array, valid: Array) -> Array
     lane = jnp.concatenate([lane, jnp.zeros(1, lane.dtype)])
     rows = jnp.concatenate([update.reshape(b * g * t, k), jnp.zeros((1, k), update.dtype)]).astype(buffer.dtype)
     return buffer.reshape(b * g, s, k).at[lane, index].set(rows, mode="drop").reshape(buffer.shape)
+
+
+@struct.dataclass
+class RecurrentCache:
+    """What a linear-attention layer remembers of a row, whatever its length, as of the last committed token.
+
+    state: fp32 `[b, h, k, v]`. window: the last inputs of the short convolutions, `[b, taps - 1, c]`. pending: what the layer projected
+    of the tokens that may still be rejected, `[b, draft, m]`: the next call runs the accepted ones again (`replay`).
+    """
+
+    state: Array
+    window: Array
+    pending: Array
+
+    @classmethod
+    def zeros(
+        cls, state: tuple[int, int, int, int], window: int, channels: int, pending: int, draft: int, dtype: Any
+    ) -> "RecurrentCache":
+        b = state[0]
+        return cls(
+            jnp.zeros(state, jnp.float32),
+            jnp.zeros((b, window, channels), dtype),
+            jnp.zeros((b, draft, pending), dtype),
+        )
 
 
 def check_capacity(capacity: int, lengths: Any, new: Any) -> None:

@@ -1,5 +1,6 @@
 """Normalisation layers. Statistics are fp32 whatever the input; the output has the input's dtype."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -39,6 +40,35 @@ class RMSNorm(nn.Module, kw_only=True):
         if self.round_first:
             return u.astype(x.dtype) * w.astype(x.dtype)
         return (u * w).astype(x.dtype)
+
+
+GATES: dict[str, Callable[[Array], Array]] = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}
+
+
+class GatedRMSNorm(nn.Module, kw_only=True):
+    """`y = x / sqrt(mean(x^2) + eps) * w * f(gate)` over the last axis, `f` fp32: how linear-attention layers norm each head's output.
+
+    gate: sigmoid (KDA) or silu (Gated DeltaNet). `round_first`: to the input's dtype before the weight and after it (Qwen3-Next),
+    else once, at the end (Kimi Linear).
+    """
+
+    supplied: ClassVar[tuple[str, ...]] = ("eps",)
+
+    eps: float = 1e-6
+    gate: str = "sigmoid"
+    round_first: bool = False
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array, gate: Array) -> Array:
+        w = param(self, "scale", Constant(1.0), (x.shape[-1],), ("norm",))
+        u = rms(x, self.eps)
+        u = (
+            (u.astype(x.dtype) * w.astype(x.dtype)).astype(jnp.float32)
+            if self.round_first
+            else u * w.astype(jnp.float32)
+        )
+        return (u * GATES[self.gate](gate.astype(jnp.float32))).astype(x.dtype)
 
 
 class LayerNorm(nn.Module, kw_only=True):

@@ -58,12 +58,12 @@ def write_folder(
     params: of `choice.model`, stacked. dtype: of all tensors. files: texts to put beside them, by name.
     """
     kind = _numpy_dtype(dtype)
-    names = [(name, place, n) for place in choice.places for n, name in enumerate(place.names)]
+    names = [(name, place, at) for place in choice.places for name, at in zip(place.names, place.at, strict=True)]
     sizes = {name: int(np.prod(place.rule.form.shape(place.shapes), dtype=np.int64)) for name, place, _ in names}
     shards = _shards({name: size * kind.itemsize for name, size in sizes.items()}, shard_bytes)
     found, held = leaves(params), dict[str, np.ndarray]()
     index: dict[str, str] = {}
-    done, where = 0, {name: (place, n) for name, place, n in names}
+    done, where = 0, {name: (place, at) for name, place, at in names}
     for number, members in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
@@ -84,12 +84,12 @@ def write_folder(
     return total
 
 
-def _tensor(place: Placed, n: int, params: Mapping[str, Any], held: dict[str, np.ndarray]) -> np.ndarray:
-    """One foreign tensor. held: the parameters of the last rule on the host, fetched once for all its repeats."""
+def _tensor(place: Placed, at: tuple[int, ...], params: Mapping[str, Any], held: dict[str, np.ndarray]) -> np.ndarray:
+    """One foreign tensor. held: the parameters of the last rule on the host, fetched once for all its tensors."""
     if not held.keys() >= set(place.paths):
         held.clear()
         held |= {path: np.asarray(params[path]) for path in place.paths}
-    arrays = [held[path][n] if place.stacked else held[path] for path in place.paths]
+    arrays = [held[path][at] for path in place.paths]
     # Rows of a padded vocabulary are ours alone.
     trimmed = [a[tuple(slice(0, size) for size in shape)] for a, shape in zip(arrays, place.shapes, strict=True)]
     return place.rule.form.join(trimmed)

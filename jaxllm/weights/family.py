@@ -4,7 +4,7 @@ One declarative table serves both directions. `to_model` turns a config.json int
 `to_config` proposes a config.json for a model of ours, and the proposal counts only if `to_model` makes the same model of it again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,11 @@ Node = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """`ours`: one or several parameters, of the model ("embed") or of a layer ("mixer/q_proj"). theirs: the tensor, `{i}` the layer."""
+    """`ours`: one or several parameters, of the model ("embed") or of a layer ("mixer/q_proj"). theirs: the tensor, `{i}` the layer;
+    `{e}` the expert, where each has a tensor of its own: then it holds one entry of the first axis of ours.
+
+    Several rules for the same parameters are layouts: the first is written, and reading takes the one whose tensors are there.
+    """
 
     ours: tuple[str, ...]
     theirs: str
@@ -31,13 +35,18 @@ class Rule:
     def of_layer(self) -> bool:
         return "{i}" in self.theirs
 
+    @property
+    def of_expert(self) -> bool:
+        return "{e}" in self.theirs
+
 
 @dataclass(frozen=True)
 class Family:
     """model_type, architecture: as config.json has them, the first of each is what we write.
 
     prefix: of the names of the backbone's tensors; files of the backbone alone come without it. ignore: regular expressions of
-    tensors that hold nothing a model learns (tables of angles or masks that old versions saved).
+    tensors that hold nothing a model learns (tables of angles or masks that old versions saved). aside: such expressions by
+    config.json, of tensors that the model itself does not run (draft layers).
     """
 
     model_types: tuple[str, ...]
@@ -47,6 +56,7 @@ class Family:
     rules: tuple[Rule, ...]
     prefix: str = "model."
     ignore: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    aside: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
 
 
 class NoPlace(Exception):
@@ -59,31 +69,36 @@ class Differs(NoPlace):
 
 @dataclass(frozen=True)
 class Placed:
-    """A rule at work: the paths of its parameters in the stacked tree, and for each repeat the tensor that holds them.
+    """A rule at work: the paths of its parameters in the stacked tree, and the tensors that hold them.
 
-    shapes: of the parameters of one layer, without the axis of repeats and without padding of the vocabulary.
+    names: of the tensors, and at: of each, where it lies in the parameters: () the whole of them, (n,) the n-th repeat, (n, e) the
+    e-th expert of it. shapes: of the parts of the parameters that one tensor holds, without padding of the vocabulary.
     """
 
     rule: Rule
     paths: tuple[str, ...]
     names: tuple[str, ...]
+    at: tuple[tuple[int, ...], ...]
     shapes: tuple[Shape, ...]
-    stacked: bool
 
 
-def plan(family: Family, model: LanguageModel, declared: Mapping[str, Any]) -> list[Placed]:
-    """Where every declared parameter of the stacked tree is found. Raises NoPlace for one that the family has no tensor for."""
+def plan(
+    family: Family, model: LanguageModel, declared: Mapping[str, Any], there: Container[str] | None = None
+) -> list[Placed]:
+    """Where every declared parameter of the stacked tree is found. there: the tensors of a file, which decide between layouts.
+
+    Raises NoPlace for a parameter that the family has no tensor for.
+    """
     boxes = leaves(declared)
-    places: list[Placed] = []
     free = [path for path in boxes if not _in_group(path)]
-    places += _match(family, model, "", free, boxes, (0,), stacked=False)
+    places = _match(family, model, "", free, boxes, (0,), there, stacked=False)
     first = 0
     for i, group in enumerate(model.groups):
         for j in range(len(group.period)):
             stem = f"g{i}/b{j}/"
             numbers = tuple(first + n * len(group.period) + j for n in range(group.repeats))
             inside = [path.removeprefix(stem) for path in boxes if path.startswith(stem)]
-            places += _match(family, model, stem, inside, boxes, numbers, stacked=True)
+            places += _match(family, model, stem, inside, boxes, numbers, there, stacked=True)
         first += group.layers
     return places
 
@@ -104,17 +119,28 @@ def _match(
     inside: list[str],
     boxes: Mapping[str, Declared],
     numbers: tuple[int, ...],
+    there: Container[str] | None,
     *,
     stacked: bool,
 ) -> list[Placed]:
     left, found = set(inside), []
-    for rule in family.rules:
-        if rule.of_layer != stacked or not left.issuperset(rule.ours):
+    rules = [rule for rule in family.rules if rule.of_layer == stacked]
+    if there is not None:  # rules whose tensors are there come first; the others then name what is missing
+        rules.sort(key=lambda rule: rule.theirs.format(i=numbers[0], e=0) not in there)
+    for rule in rules:
+        if not left.issuperset(rule.ours):
             continue
         left -= set(rule.ours)
         paths = tuple(stem + name for name in rule.ours)
         shapes = tuple(_shape(model, path, boxes[path], stacked) for path in paths)
-        found.append(Placed(rule, paths, tuple(rule.theirs.format(i=n) for n in numbers), shapes, stacked))
+        names, at = [], []
+        for n, number in enumerate(numbers):
+            for e in range(shapes[0][0] if rule.of_expert else 1):
+                names.append(rule.theirs.format(i=number, e=e))
+                at.append((*((n,) if stacked else ()), *((e,) if rule.of_expert else ())))
+        if rule.of_expert:
+            shapes = tuple(shape[1:] for shape in shapes)
+        found.append(Placed(rule, paths, tuple(names), tuple(at), shapes))
     if left:
         name = sorted(left)[0]
         raise NoPlace(f"{family.model_types[0]} has no tensor for the parameter {stem}{name}")

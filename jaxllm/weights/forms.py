@@ -1,7 +1,7 @@
 """How one tensor of a foreign checkpoint holds one or several of our parameters. Every form is read in both directions.
 
 Shapes are of one layer. PyTorch's Linear stores `[out, in]`, ours are einsum operands with the inputs first: `[d h k]`, `[h v d]`.
-Letters as everywhere: d model, h query heads, g kv heads, k head dim, v value dim, r latent, n nope part of a key.
+Letters as everywhere: d model, h query heads, g kv heads, k head dim, v value dim, r latent, n nope part of a key, e experts.
 """
 
 import math
@@ -132,3 +132,36 @@ class PerHead:
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         rows = np.concatenate(list(arrays), axis=2)  # [r h n+v]
         return rows.transpose(1, 2, 0).reshape(-1, rows.shape[0])
+
+
+@dataclass(frozen=True)
+class Experts:
+    """All experts in one tensor, several of ours side by side: `[e i o]` as `[e (o..) i]`, and biases `[e o]` as `[e (o..)]`.
+
+    outputs_first: rows are outputs, as in a Linear; gpt-oss has them in the last axis. interleaved: output by output, gate and up in
+    turn, as in gpt-oss; else one after the other.
+    """
+
+    outputs_first: bool = True
+    interleaved: bool = False
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        outer, total = ours[0][:-1], sum(shape[-1] for shape in ours)
+        return (outer[0], total, outer[1]) if self._turned(ours[0]) else (*outer, total)
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        if self._turned(ours[0]):
+            tensor = tensor.transpose(0, 2, 1)
+        if self.interleaved:
+            return [tensor[..., n :: len(ours)] for n in range(len(ours))]
+        return np.split(tensor, np.cumsum([shape[-1] for shape in ours])[:-1], axis=-1)
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        if self.interleaved:
+            whole = np.stack(list(arrays), axis=-1).reshape(*arrays[0].shape[:-1], -1)
+        else:
+            whole = np.concatenate(list(arrays), axis=-1)
+        return whole.transpose(0, 2, 1) if self._turned(arrays[0].shape) else whole
+
+    def _turned(self, shape: Shape) -> bool:
+        return self.outputs_first and len(shape) == 3

@@ -5,6 +5,7 @@ expected shape, and none may be left over. Then the parameters are made one by o
 tensors, so that beside the model itself no more than one parameter's local shards and one tensor are in memory.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -66,7 +67,7 @@ def read_params(
     """
     family = family_of(source.config, source.where)
     declared = declare(model)
-    places = _renamed(plan_of(family, model, declared, source.where), family, source)
+    places = plan_of(family, model, declared, source)
     _check(places, family, model, source)
     boxes = leaves(declared)
     one = SingleDeviceSharding(jax.local_devices()[0])
@@ -81,22 +82,20 @@ def read_params(
     return nest({tuple(path.split("/")): made[path] for path in boxes})
 
 
-def plan_of(family: Family, model: LanguageModel, declared: Mapping[str, Any], where: str) -> list[Placed]:
+def plan_of(family: Family, model: LanguageModel, declared: Mapping[str, Any], source: TensorSource) -> list[Placed]:
+    """Where a file holds the parameters, under the shorter names of one that holds the backbone alone, where it does."""
+    there = set(source.names())
+    bare = bool(family.prefix) and not any(name.startswith(family.prefix) for name in there)
     try:
-        return plan(family, model, declared)
+        places = plan(family, model, declared, {family.prefix + name for name in there} if bare else there)
     except NoPlace as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-def _renamed(places: list[Placed], family: Family, source: TensorSource) -> list[Placed]:
-    """Under the names of a file that holds the backbone alone, where it does."""
-    if not family.prefix or any(name.startswith(family.prefix) for name in source.names()):
+        raise UserError(f"{source.where}: {error}") from None
+    if not bare:
         return places
-
-    def bare(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name.removeprefix(family.prefix) for name in names)
-
-    return [Placed(p.rule, p.paths, bare(p.names), p.shapes, p.stacked) for p in places]
+    return [
+        dataclasses.replace(place, names=tuple(name.removeprefix(family.prefix) for name in place.names))
+        for place in places
+    ]
 
 
 def _check(places: Iterable[Placed], family: Family, model: LanguageModel, source: TensorSource) -> None:
@@ -115,7 +114,8 @@ def _check(places: Iterable[Placed], family: Family, model: LanguageModel, sourc
             )
         if source.dtype(name).name not in WEIGHT_DTYPES:
             raise UserError(f"{source.where}: tensor {name} is of type {source.dtype(name).name}, which is no weight's")
-    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignore) or r"(?!)")
+    patterns = (*family.ignore, *family.aside(source.config))
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
     for name in sorted(there - set(wanted)):
         if model.tie_embeddings and name == "lm_head.weight":
             _check_tied(name, wanted, places, source)
@@ -144,14 +144,13 @@ def _fill(
         shape, dtype = boxes[path].value.shape, boxes[path].value.dtype
         local = {_bounds(index, shape) for index in shardings[path].addressable_devices_indices_map(shape).values()}
         targets[path] = {bounds: _zeros([stop - start for start, stop in bounds], dtype) for bounds in local}
-    for n, name in enumerate(place.names):
+    for name, at in zip(place.names, place.at, strict=True):
         parts = place.rule.form.split(source.read(name), place.shapes)
         for path, part in zip(place.paths, parts, strict=True):
             for bounds, shard in targets[path].items():
-                if not place.stacked:
-                    _copy(part, shard, bounds)
-                elif bounds[0][0] <= n < bounds[0][1]:
-                    _copy(part, shard[n - bounds[0][0]], bounds[1:])
+                outer = list(zip(at, bounds, strict=False))
+                if all(start <= n < stop for n, (start, stop) in outer):
+                    _copy(part, shard[tuple(n - start for n, (start, _) in outer)], bounds[len(at) :])
     return {path: _placed(targets.pop(path), boxes[path].value.shape, shardings[path]) for path in place.paths}
 
 

@@ -8,6 +8,7 @@ by `nn.scan` so that compile time does not grow with depth. *Unstacked* (decodin
 would copy each layer's weights and caches at every token. `jaxllm.params` holds the pure functions between them.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,7 +115,7 @@ class Period(nn.Module, kw_only=True):
             new_caches[name] = cache
             aux = _merge(aux, _named(more, name))
             if "stream" in ctx.capture:
-                aux[f"capture/{name}/stream"] = scheme.finish(R)
+                aux[f"capture/{name}/stream"] = scheme.view(R)
         return (scheme.split(R)[0], shared), (None if caches is None else new_caches, aux)
 
 
@@ -187,6 +188,7 @@ class LanguageModel(nn.Module, kw_only=True):
                     raise UserError(
                         f"model.{kind}{'.' if kind else ''}{role}: needs _partial_: true, got a finished {type(partial).__name__}"
                     )
+        self.residual_site("out").check(self.groups)
         super().__post_init__()
 
     # ---- what the fields mean ------------------------------------------------------------------------------------------------------
@@ -274,29 +276,55 @@ class LanguageModel(nn.Module, kw_only=True):
             self.norm_embed = self.norm_layer(name="norm_embed")
         self.final_norm = self.norm_layer(name="final_norm")
         self.residual_out = self.residual_site("out", name="residual_out")
+        self.periods = [self._periods(i) for i in range(len(self.groups))]
+
+    @nn.nowrap
+    def _period(self, group: Group, *, scanned: bool) -> functools.partial[Period]:
+        """The class of a group's period with its fields filled in; `scanned` says whether its backward is a loop of its own."""
         policy = REMAT[self.remat]
-        periods = []
-        for i, group in enumerate(self.groups):
-            blocks = tuple(self._block(*pair) for pair in group.period)
-            kwargs: dict[str, Any] = {"blocks": blocks, "residual": self.residual_site}
-            body = Period if policy is None else nn.remat(Period, prevent_cse=not self.scan, policy=policy)
-            if not self.scan:
-                periods.append([body(**kwargs, name=f"g{i}_{n}") for n in range(group.repeats)])
-                continue
-            scanned = nn.scan(
-                body,
-                variable_axes={"params": 0},
-                split_rngs={"params": True, "dropout": True},
-                in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
-                out_axes=0,
-                length=group.repeats,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
-            periods.append([scanned(**kwargs, name=f"g{i}")])
-        self.periods = periods
+        blocks = tuple(self._block(*pair) for pair in group.period)
+        body = Period if policy is None else nn.remat(Period, prevent_cse=not scanned, policy=policy)
+        return functools.partial(body, blocks=blocks, residual=self.residual_site)
+
+    @nn.nowrap
+    def _periods(self, i: int) -> list[nn.Module]:
+        """The modules of group i: one a repeat, or one that stands for all."""
+        group = self.groups[i]
+        period = self._period(group, scanned=self.scan)
+        if not self.scan:
+            return [period(name=f"g{i}_{n}") for n in range(group.repeats)]
+        stacked: dict[str, Any] = {
+            "variable_axes": {"params": 0},
+            "split_rngs": {"params": True, "dropout": True},
+            "out_axes": 0,
+            "metadata_params": {nn.PARTITION_NAME: "layers"},
+        }
+        if self.residual_site(
+            "out"
+        ).grows:  # a scan cannot carry it: this only declares the parameters, see `_one_by_one`
+            return [
+                nn.vmap(period.func, in_axes=None, axis_size=group.repeats, **stacked)(**period.keywords, name=f"g{i}")
+            ]
+        in_axes = (nn.broadcast, nn.broadcast, nn.broadcast)
+        return [nn.scan(period.func, in_axes=in_axes, length=group.repeats, **stacked)(**period.keywords, name=f"g{i}")]
+
+    @nn.nowrap
+    def _check_shared(self) -> None:
+        """Refuse a layer that takes what no layer before it gives."""
+        given: set[str] = set()
+        for role in (pair[0] for group in self.groups for pair in group.period):
+            mixer = self.mixer(role)
+            missing = [name for name in getattr(mixer, "takes", ()) if name not in given]
+            if missing:
+                raise UserError(
+                    f"model.layers: {role!r} takes {missing[0]!r} from a layer before it, and none there gives it; put one first"
+                    f" (for sparse attention, one with indexer=full)"
+                )
+            given.update(getattr(mixer, "gives", ()))
 
     @nn.nowrap
     def _shared_start(self, ctx: Context) -> dict[str, Array]:
+        self._check_shared()
         b, t = ctx.tokens.shape
         spec: dict[str, jax.ShapeDtypeStruct] = {}
         for role in dict.fromkeys(pair[0] for group in self.groups for pair in group.period):
@@ -312,6 +340,47 @@ class LanguageModel(nn.Module, kw_only=True):
             x = x + jnp.take(self.positions, ctx.positions, axis=0, mode="clip").astype(x.dtype)
         return self.norm_embed(x) if self.embed_norm else x
 
+    def _group(
+        self, i: int, R: Any, shared: Mapping[str, Array], ctx: Context, cache: Any
+    ) -> tuple[Any, Mapping[str, Array], dict[str, Any], Aux]:
+        """Run the layers of group i: what they leave of R and `shared`, the new caches, and aux with a leading axis of repeats."""
+        periods: list[Callable[..., Any]] = list(self.periods[i])
+        if self.scan and self.residual_out.grows:
+            if self.is_initializing():
+                (carry, shared), (_, aux) = periods[0]((R, shared), ctx, None, ())
+                carry, shared = jax.tree.map(lambda a: a[0], (carry, shared))
+                return carry, shared, {}, aux
+            periods = self._one_by_one(i)
+        carry, fixed = self.residual_out.split(R)
+        parts: list[Aux] = []
+        caches = {}
+        for n, period in enumerate(periods):
+            key = f"g{i}_{n}"
+            (carry, shared), (caches[key], part) = period(
+                (carry, shared), ctx, None if cache is None else cache[key], fixed
+            )
+            parts.append(part)
+        # Both layouts report alike: one leading axis of repeats.
+        stacked = self.scan and not self.residual_out.grows
+        aux = parts[0] if stacked else {k: jnp.stack([p[k] for p in parts]) for k in parts[0]}
+        return self.residual_out.merge(carry, fixed), shared, caches, aux
+
+    def _one_by_one(self, i: int) -> list[Callable[..., Any]]:
+        """The repeats of group i as functions, on slices of the stacked parameters: for a scheme whose stream grows inside a group.
+
+        All slices of a leaf are taken at once: the gradient is then one concatenation, not a sum of arrays that are nearly all zero.
+        """
+        group, stacked = self.groups[i], nn.meta.unbox(self.variables["params"][f"g{i}"])
+        slices = jax.tree.map(lambda a: [part[0] for part in jnp.split(a, group.repeats)], stacked)
+        module = self._period(group, scanned=False)(parent=None)
+
+        def repeat(n: int) -> Callable[..., Any]:
+            params = jax.tree.map(lambda parts: parts[n], slices, is_leaf=lambda x: isinstance(x, list))
+            rngs = {"dropout": self.make_rng("dropout")} if self.has_rng("dropout") else {}
+            return functools.partial(module.apply, {"params": params}, rngs=rngs)
+
+        return [repeat(n) for n in range(group.repeats)]
+
     def backbone(self, ctx: Context, cache: Any = None) -> tuple[Any, Out]:
         """Everything but the head."""
         if cache is not None and self.scan:
@@ -326,21 +395,13 @@ class LanguageModel(nn.Module, kw_only=True):
         aux: Aux = {}
         new_cache = {}
         streams = [x[None]] if "stream" in ctx.capture else []
-        for i, periods in enumerate(self.periods):
+        done = 0
+        for i, group in enumerate(self.groups):
             if i:
-                R = self.residual_out.boundary(R)
-            carry, fixed = self.residual_out.split(R)
-            parts: list[Aux] = []
-            for n, period in enumerate(periods):
-                key = f"g{i}_{n}"
-                (carry, shared), (caches, part) = period(
-                    (carry, shared), ctx, None if cache is None else cache[key], fixed
-                )
-                new_cache[key] = caches
-                parts.append(part)
-            R = self.residual_out.merge(carry, fixed)
-            # Both layouts report alike: one leading axis of repeats.
-            group_aux = parts[0] if self.scan else {k: jnp.stack([p[k] for p in parts]) for k in parts[0]}
+                R = self.residual_out.boundary(R, done)
+            done += group.layers
+            R, shared, caches, group_aux = self._group(i, R, shared, ctx, cache)
+            new_cache.update(caches)
             for k, value in _named(group_aux, f"g{i}").items():
                 aux = _merge(aux, {k: jnp.sum(value, axis=0)} if k.startswith("loss/") else {k: value})
             if streams:
@@ -423,7 +484,7 @@ class LanguageModel(nn.Module, kw_only=True):
 
     @nn.nowrap
     def cost(self, batch: int = 1, t: int = 1, s: float = 1, dtype: Any = None) -> Cost:
-        """Cost of a forward call: every new token meets `s` keys. Norms and residual schemes hold few parameters: see the table."""
+        """Cost of a forward call: every new token meets `s` keys. Norms hold few parameters: see the table."""
         dtype = self.compute_dtype if dtype is None else dtype
         d, v = self.d_model, self.padded_vocab
         size = jnp.dtype(dtype).itemsize
@@ -437,4 +498,4 @@ class LanguageModel(nn.Module, kw_only=True):
             for mixer, ffn in group.period:
                 layer = self.mixer(mixer).cost(batch, t, s, dtype) + self.ffn(ffn).cost(batch, t, s, dtype)
                 total = total + (layer + Cost(activation_bytes=4 * batch * t * d * size)) * group.repeats
-        return total
+        return total + self.residual_site("out").cost(batch, t, self.groups, dtype)

@@ -197,5 +197,5 @@ class GrowingBlocks(Residual, kw_only=True):
     def merge(self, carry, fixed):
         return (fixed, carry)
 
-    def boundary(self, R):
+    def boundary(self, R, layers):
         return ((*R[0], R[1]), jnp.zeros_like(R[1]))

@@ -6,7 +6,13 @@ A scheme is a module, one instance a site (`mixer`, `ffn` of each block, and `ou
     read(R) -> x         what the site's layer sees, before its norm;   write(R, y) -> R   where its output goes
     finish(R) -> x       what the final norm sees
     split(R) -> (carry, fixed), merge(carry, fixed) -> R     what a scan carries, and what it only reads
-    boundary(R) -> R     called between groups, the only place where R may change its structure
+    boundary(R, layers) -> R     called between groups, after so many layers: the only place where R may change its structure
+
+And, without parameters:
+
+    grows                R changes its structure at every write: the model then runs a group's repeats one after another
+    view(R) -> x         what inspection shows as the stream
+    check(groups)        raises where the scheme does not suit the layers;   cost(..) -> Cost   of all sites together
 """
 
 from typing import Any
@@ -15,7 +21,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
+from jaxllm.layers.base import Cost
 from jaxllm.mesh import shard
+from jaxllm.pattern import Group
 
 
 class Residual(nn.Module, kw_only=True):
@@ -30,6 +38,10 @@ class Residual(nn.Module, kw_only=True):
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     norm_eps: float = 1e-6
+
+    @property
+    def grows(self) -> bool:
+        return False
 
     def start(self, e: Array) -> Any:
         return e
@@ -53,5 +65,19 @@ class Residual(nn.Module, kw_only=True):
         del fixed
         return carry
 
-    def boundary(self, R: Any) -> Any:
+    def boundary(self, R: Any, layers: int) -> Any:
+        del layers
         return R
+
+    def view(self, R: Any) -> Array:
+        return self.finish(R)
+
+    @nn.nowrap
+    def check(self, groups: tuple[Group, ...]) -> None:
+        del groups
+
+    @nn.nowrap
+    def cost(self, batch: int, t: int, groups: tuple[Group, ...], dtype: Any) -> Cost:
+        """Of a call, beyond the additions of a plain network, which are not counted."""
+        del batch, t, groups, dtype
+        return Cost()

@@ -16,6 +16,7 @@ TOYS = {
         "own/dense | 2* m/dense use/dense",
     ),
 }
+AFTER = {"dsa_shared": "dsa"}  # mixers that take what another kind of layer before them gives
 CHECKS = [getattr(contract, name) for name in dir(contract) if name.startswith("check_")]
 STATELESS = [
     getattr(contract, f"check_{name}")
@@ -26,7 +27,13 @@ STATELESS = [
 @functools.cache
 def subject(kind: str) -> contract.Subject:
     if kind.startswith("mixer/"):
-        return contract.Subject(contract.model_of({"m": component("mixer", kind.removeprefix("mixer/"))}, "2* m/dense"))
+        name = kind.removeprefix("mixer/")
+        mixers = {"m": component("mixer", name)}
+        if name not in AFTER:
+            return contract.Subject(contract.model_of(mixers, "2* m/dense"))
+        return contract.Subject(
+            contract.model_of(mixers | {"own": component("mixer", AFTER[name])}, "own/dense | 2* m/dense")
+        )
     if kind.startswith("ffn/"):
         ffn = component("ffn", kind.removeprefix("ffn/"))
         return contract.Subject(contract.model_of({"m": component("mixer", "gqa")}, "2* m/f", {"f": ffn}))

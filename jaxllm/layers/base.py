@@ -232,6 +232,16 @@ class Layer(nn.Module, kw_only=True):
         """Parameters for decoding (fused, absorbed or quantised), from one unstacked layer's parameters. Pure."""
         return dict(params)
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Names of `shared` that a layer before this one must have given."""
+        return ()
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """Names of `shared` that later layers may take."""
+        return ()
+
     @nn.nowrap
     def shared_spec(self, b: int, t: int, train: bool, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Values this layer hands to later layers; the model starts them at zeros."""

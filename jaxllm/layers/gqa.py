@@ -1,14 +1,14 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) and its family; MHA and MQA are its two ends."""
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.cache import EMPTY, KVCache, RingCache, write
+from jaxllm.cache import EMPTY, IndexedCache, KVCache, RingCache, write
 from jaxllm.errors import UserError
 from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, Normal, fan_in, matrices_as, param
 from jaxllm.layers.norm import RMSNorm
@@ -21,7 +21,7 @@ from jaxllm.ops.kernels import attention, check_kernel
 from jaxllm.ops.linear import linear
 from jaxllm.ops.mask import Mask
 
-Cache = KVCache | RingCache
+Cache = KVCache | RingCache | IndexedCache  # the last: of layers built on this one
 QK_NORM_WEIGHTS = ("plain", "zero_centred", "none")
 
 
@@ -31,6 +31,17 @@ class Scores(TypedDict):
     scale: float
     softcap: float | None
     sinks: Array | None
+
+
+class Inputs(NamedTuple):
+    """What a call's tokens bring to attention: query `[b t h k]`, key `[b t g k]`, value `[b t g v]`, and where there are any sinks `[h]`
+    and the gate `[b t h v]`."""
+
+    query: Array
+    key: Array
+    value: Array
+    sinks: Array | None
+    gate: Array | None
 
 
 class GQA(Layer, kw_only=True):
@@ -193,31 +204,47 @@ class GQA(Layer, kw_only=True):
             query, key = self._norm(query, "q_norm"), self._norm(key, "k_norm")
         return query, key
 
-    @nn.compact
-    def __call__(
-        self, x: Array, ctx: Context, cache: Cache | None = None, shared: Mapping[str, Array] | None = None
-    ) -> tuple[Array, Cache | None, Mapping[str, Array], Aux]:
-        d, h, v = self.d_model, self.num_heads, self.val_dim
+    def _inputs(self, x: Array, positions: Array) -> Inputs:
+        """All that attention needs, of `x [b t d]`."""
         parts = self._project(x)
-        query, key = self._place(parts["q"], parts["k"], ctx.positions)
+        query, key = self._place(parts["q"], parts["k"], positions)
         value = parts["v"] if self.value_scale is None else parts["v"] * jnp.asarray(self.value_scale, self.dtype)
-        sinks = param(self, "sinks", Normal(0.02), (h,), ("heads",)).astype(jnp.float32) if self.sinks else None
-        if cache is None:
-            scores, kernel = self._scores(sinks), self.kernel
-            out = attention(query, key, value, ctx.positions, ctx.segments, self.mask, kernel=kernel, **scores)
-        else:
-            out, cache = self._cached(query, key, value, sinks, ctx, cache)
-        if self.gate:
-            out = out * jax.nn.sigmoid(parts["gate"])
+        sinks = None
+        if self.sinks:
+            sinks = param(self, "sinks", Normal(0.02), (self.num_heads,), ("heads",)).astype(jnp.float32)
+        return Inputs(query, key, value, sinks, parts.get("gate"))
+
+    def _output(self, out: Array, gate: Array | None) -> Array:
+        """`y [b t d]` from the heads' outputs `[b t h v]`."""
+        d, h, v = self.d_model, self.num_heads, self.val_dim
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
         w = param(self, "o_proj", fan_in(h * v, RESIDUAL_SCALE), (h, v, d), ("heads", "head", "embed"))
         y = linear(shard(out, "batch", "length", "act_heads", None), w.astype(self.dtype), 2)
         if self.out_bias:
             y = y + param(self, "o_bias", Constant(0.0), (d,), ("norm",)).astype(self.dtype)
-        return y, cache, {} if shared is None else shared, {}
+        return y
+
+    @nn.compact
+    def __call__(
+        self, x: Array, ctx: Context, cache: Cache | None = None, shared: Mapping[str, Array] | None = None
+    ) -> tuple[Array, Cache | None, Mapping[str, Array], Aux]:
+        inputs = self._inputs(x, ctx.positions)
+        if cache is None:
+            out = self._whole(inputs, ctx)
+        else:
+            assert not isinstance(cache, IndexedCache)
+            out, cache = self._cached(*inputs[:4], ctx, cache)
+        return self._output(out, inputs.gate), cache, {} if shared is None else shared, {}
+
+    def _whole(self, i: Inputs, ctx: Context) -> Array:
+        """Whole sequences on themselves, `[b t h v]`."""
+        scores, kernel = self._scores(i.sinks), self.kernel
+        return attention(i.query, i.key, i.value, ctx.positions, ctx.segments, self.mask, kernel=kernel, **scores)
 
     def _cached(
-        self, query: Array, key: Array, value: Array, sinks: Array | None, ctx: Context, cache: Cache
-    ) -> tuple[Array, Cache]:
+        self, query: Array, key: Array, value: Array, sinks: Array | None, ctx: Context, cache: KVCache | RingCache
+    ) -> tuple[Array, KVCache | RingCache]:
         """Write first, then read: the token sees itself. Slots beyond a row's last token hold nothing a mask lets through.
 
         A call of more new tokens than a ring has room for beyond its span would write over keys that its own first queries need, so

@@ -1,14 +1,14 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), its NoPE form (Kimi Linear) and its gated form (Kimi K3)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.cache import LatentCache, write
+from jaxllm.cache import IndexedCache, LatentCache, write
 from jaxllm.errors import UserError
 from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, fan_in, param
 from jaxllm.layers.norm import RMSNorm
@@ -18,6 +18,22 @@ from jaxllm.ops.kernels import attention, check_kernel
 from jaxllm.ops.latent import absorbed_is_cheaper, attend_latents
 from jaxllm.ops.linear import linear
 from jaxllm.ops.mask import CAUSAL
+
+Cache = LatentCache | IndexedCache  # the last: of layers built on this one
+
+
+class Inputs(NamedTuple):
+    """What a call's tokens bring to latent attention: `q_n [b t h n]`, `q_r [b t h o]`, latents `c [b t r]`, keys `k_r [b t 1 o]`,
+    `up_k [h n r]`, `up_v [h r v]`, and where there are any the queries' latent `[b t r_q]` and the gate `[b t h v]`."""
+
+    q_n: Array
+    q_r: Array
+    c: Array
+    k_r: Array
+    up_k: Array
+    up_v: Array
+    latent: Array | None
+    gate: Array | None
 
 
 class MLA(Layer, kw_only=True):
@@ -134,17 +150,18 @@ class MLA(Layer, kw_only=True):
         eps = self.norm_eps if self.latent_norm_eps is None else self.latent_norm_eps
         return RMSNorm(eps=eps, param_dtype=self.param_dtype, name=name)(x)
 
-    def _queries(self, parts: Mapping[str, Array]) -> tuple[Array, Array]:
-        """`q_N [b t h n]` and `q_R [b t h o]`, not yet turned."""
+    def _queries(self, parts: Mapping[str, Array]) -> tuple[Array, Array, Array | None]:
+        """`q_N [b t h n]` and `q_R [b t h o]`, not yet turned, and the normed latent `[b t r_q]` that they came from, if any."""
         _, n, o, _ = self.sizes
         if self.q_lora_rank is None:
-            query = parts["q"]
+            query, latent = parts["q"], None
         else:
             shape = (self.q_lora_rank, self.num_heads, n + o)
             w = param(self, "q_b_proj", fan_in(self.q_lora_rank), shape, ("latent", "heads", "head"))
-            query = linear(self._norm("q_a_norm", parts["q_a"]), w.astype(self.dtype))
+            latent = self._norm("q_a_norm", parts["q_a"])
+            query = linear(latent, w.astype(self.dtype))
             query = shard(query, "batch", "length", "act_heads", None)
-        return query[..., :n], query[..., n:]
+        return query[..., :n], query[..., n:], latent
 
     def _ups(self) -> tuple[Array, Array]:
         """`W_kb [r h n]` and `W_vb [r h v]`; or, made by `prepare`, `[h n r]` and `[h r v]`."""
@@ -157,71 +174,75 @@ class MLA(Layer, kw_only=True):
         k = param(self, "k_b_proj", fan_in(r), (r, self.num_heads, n), axes)
         return k.astype(self.dtype), param(self, "v_b_proj", fan_in(r), (r, self.num_heads, v), axes).astype(self.dtype)
 
-    @nn.compact
-    def __call__(
-        self, x: Array, ctx: Context, cache: LatentCache | None = None, shared: Mapping[str, Array] | None = None
-    ) -> tuple[Array, LatentCache | None, Mapping[str, Array], Aux]:
-        r, _, o, v = self.sizes
-        d, h = self.d_model, self.num_heads
+    def _inputs(self, x: Array, ctx: Context) -> Inputs:
+        """All that attention needs, of `x [b t d]`."""
+        r, _, o, _ = self.sizes
         parts = self._project(x)
-        q_n, q_r = self._queries(parts)
+        q_n, q_r, latent = self._queries(parts)
         c, k_r = self._norm("kv_a_norm", parts["kv_a"][..., :r]), parts["kv_a"][..., None, r:]
         if self.rope is not None:
             angles = self.rope.angles(ctx.positions, o)
             q_r, k_r = self.rope(q_r, angles), self.rope(k_r, angles)
         up_k, up_v = self._ups()
-        prepared = self.has_variable("params", "up_k")
-        if cache is None:
-            if prepared:
-                up_k, up_v = up_k.transpose(2, 0, 1), up_v.transpose(1, 0, 2)
-            out = self._expanded(jnp.concatenate([q_n, q_r], axis=-1), c, k_r, up_k, up_v, ctx)
-        else:
-            if not prepared:
-                up_k, up_v = up_k.transpose(1, 2, 0), up_v.transpose(1, 0, 2)
-            out, cache = self._cached(q_n, q_r, c, k_r, up_k, up_v, ctx, cache)
-        if self.gate:
-            out = (out.astype(jnp.float32) * jax.nn.sigmoid(parts["gate"].astype(jnp.float32))).astype(self.dtype)
+        if not self.has_variable("params", "up_k"):
+            up_k, up_v = up_k.transpose(1, 2, 0), up_v.transpose(1, 0, 2)
+        return Inputs(q_n, q_r, c, k_r, up_k, up_v, latent, parts.get("gate"))
+
+    def _output(self, out: Array, gate: Array | None) -> Array:
+        """`y [b t d]` from the heads' outputs `[b t h v]`."""
+        d, h, v = self.d_model, self.num_heads, self.sizes[3]
+        if gate is not None:
+            out = (out.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
         w = param(self, "o_proj", fan_in(h * v, RESIDUAL_SCALE), (h, v, d), ("heads", "head", "embed"))
         y = linear(shard(out, "batch", "length", "act_heads", None), w.astype(self.dtype), 2)
         if self.out_bias:
             y = y + param(self, "o_bias", Constant(0.0), (d,), ("norm",)).astype(self.dtype)
-        return y, cache, {} if shared is None else shared, {}
+        return y
 
-    def _expanded(self, query: Array, c: Array, k_r: Array, up_k: Array, up_v: Array, ctx: Context) -> Array:
-        """Whole sequences `query [b t h n+o]`: keys and values of every head, then ordinary attention."""
-        k_n, value = linear(c, up_k), linear(c, up_v)
-        key = jnp.concatenate([k_n, jnp.broadcast_to(k_r, (*k_n.shape[:3], k_r.shape[-1]))], axis=-1)
+    @nn.compact
+    def __call__(
+        self, x: Array, ctx: Context, cache: Cache | None = None, shared: Mapping[str, Array] | None = None
+    ) -> tuple[Array, Cache | None, Mapping[str, Array], Aux]:
+        inputs = self._inputs(x, ctx)
+        if cache is None:
+            out = self._expanded(inputs, ctx)
+        else:
+            assert isinstance(cache, LatentCache)
+            cache = self._written(inputs, ctx, cache)
+            out = self._cached(inputs, ctx, cache)
+        return self._output(out, inputs.gate), cache, {} if shared is None else shared, {}
+
+    def _keys_values(self, i: Inputs) -> tuple[Array, Array, Array]:
+        """Of whole sequences, all heads' own: query and key `[b t h n+o]`, value `[b t h v]`."""
+        k_n, value = linear(i.c, i.up_k.transpose(2, 0, 1)), linear(i.c, i.up_v.transpose(1, 0, 2))
+        key = jnp.concatenate([k_n, jnp.broadcast_to(i.k_r, (*k_n.shape[:3], i.k_r.shape[-1]))], axis=-1)
         key, value = (shard(part, "batch", "length", "act_heads", None) for part in (key, value))
+        return jnp.concatenate([i.q_n, i.q_r], axis=-1), key, value
+
+    def _expanded(self, i: Inputs, ctx: Context) -> Array:
+        """Whole sequences: keys and values of every head, then ordinary attention."""
+        query, key, value = self._keys_values(i)
         scale, kernel = self.score_scale, self.kernel
         return attention(query, key, value, ctx.positions, ctx.segments, CAUSAL, scale=scale, kernel=kernel)
 
-    def _cached(
-        self,
-        q_n: Array,
-        q_r: Array,
-        c: Array,
-        k_r: Array,
-        up_k: Array,
-        up_v: Array,
-        ctx: Context,
-        cache: LatentCache,
-    ) -> tuple[Array, LatentCache]:
-        """Write first, then read: the token sees itself. Slots beyond a row's last token hold nothing a mask lets through."""
+    def _written(self, i: Inputs, ctx: Context, cache: LatentCache) -> LatentCache:
+        """The cache with this call's tokens in it: written first, then read, so that a token sees itself."""
         valid = ctx.segments > 0
-        cache = LatentCache(
-            write(cache.latent, c[:, None], ctx.positions, valid),
-            write(cache.key, k_r.transpose(0, 2, 1, 3), ctx.positions, valid),
+        return LatentCache(
+            write(cache.latent, i.c[:, None], ctx.positions, valid),
+            write(cache.key, i.k_r.transpose(0, 2, 1, 3), ctx.positions, valid),
         )
+
+    def _cached(self, i: Inputs, ctx: Context, cache: LatentCache) -> Array:
+        """On all that the cache holds; slots beyond a row's last token hold nothing a mask lets through."""
         latent, key = cache.latent.astype(self.dtype), cache.key.astype(self.dtype)
-        out = attend_latents(q_n, q_r, latent, key, up_k, up_v, ctx.positions, valid, scale=self.score_scale)
-        return out, cache
+        valid = ctx.segments > 0
+        return attend_latents(i.q_n, i.q_r, latent, key, i.up_k, i.up_v, ctx.positions, valid, scale=self.score_scale)
 
     # ---- unbound: what callers ask without arrays ----------------------------------------------------------------
 
     @nn.nowrap
-    def init_cache(
-        self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None
-    ) -> LatentCache:
+    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None) -> Cache:
         """Room for `length` tokens a row, tentative ones included: what is rejected is written over, so `draft` needs nothing."""
         del draft
         if pages is not None:

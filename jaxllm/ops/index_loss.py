@@ -1,0 +1,93 @@
+"""How a discrete choice is trained: the indexer learns to imitate attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1.1).
+
+    L[t] = KL(p[t] || softmax_{s in S_t} I[t, s]),      p[t, s] = attention's weights summed over heads, brought to a sum of 1
+
+over all visible keys while attention is dense (warm-up), over the chosen ones afterwards. The choice itself has no gradient; its scores
+have, and dL/dI = softmax(I) - p. The target is a constant.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxllm.ops.attention import LOWEST, causal_blocks, scores_under
+from jaxllm.ops.sparse_attention import by_queries, normalised, rows_at
+from jaxllm.ops.topk import index_scores, top_k_naive
+
+SCORED = 2**24  # bytes of index keys that a block of queries gathers at a time
+
+
+def divergence(scores: Array, mass: Array, seen: Array) -> Array:
+    """`L [b t]` from `scores, mass, seen [b t s]`, mass of any sum; 0 for a query that sees nothing."""
+    mass = lax.stop_gradient(jnp.where(seen, mass, 0.0))
+    total = jnp.sum(mass, axis=-1, keepdims=True)
+    p = mass / jnp.where(total > 0, total, 1.0)
+    scores = jnp.where(seen, scores, 10 * LOWEST)
+    scores = scores - lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
+    norm = jnp.sum(jnp.where(seen, jnp.exp(scores), 0.0), axis=-1, keepdims=True)
+    logs = jnp.where(seen, scores, 0.0) - jnp.log(jnp.where(norm > 0, norm, 1.0))
+    entropy = jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
+    return jnp.sum(entropy - p * logs, axis=-1)
+
+
+def imitate_chosen(
+    q: Array, w: Array, k: Array, index: Array, mass: Array, *, scale: float, size: int = SCORED
+) -> Array:
+    """`L [b t]` on the chosen keys: the indexer's `q [b t h k]`, `w [b t h]`, `k [b s k]`; `index, mass [b t n]`."""
+    b, _, n = index.shape
+    s, width = k.shape[1:]
+
+    def block(part: tuple[Array, ...]) -> Array:
+        q, w, places, mass = part
+        dots = jnp.einsum("bthk,btnk->bthn", q, rows_at(k, places), preferred_element_type=jnp.float32)
+        scores = jnp.sum(jax.nn.relu(dots * scale) * w.astype(jnp.float32)[..., None], axis=2)
+        return divergence(scores, mass, places < s)
+
+    return by_queries(block, (q, w, index, lax.stop_gradient(mass)), max(1, size // (b * n * width * k.dtype.itemsize)))
+
+
+def imitate_all(
+    index: tuple[Array, Array, Array],
+    attention: tuple[Array, Array],
+    seen: Array,
+    top_k: int,
+    *,
+    index_scale: float,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """`L [b t]` on all visible keys of whole sequences; recall `[b t]`; and where recall means anything.
+
+    `index`: the indexer's `q, w, k`. `attention`: `q [b t h k]` and `k [b g s k]` of the attention that is imitated. `sinks [g r 1 1]`.
+
+    Recall: attention's mass on the keys that the indexer would choose, of the mass on the best `top_k`. Queries that see no more than
+    `top_k` keys have no choice.
+    """
+    (q_i, w, k_i), (q, k) = index, lax.stop_gradient(attention)
+    b, t, h, _ = q.shape
+    g, n = k.shape[1], causal_blocks(t)
+
+    def block(q_i: Array, w: Array, k_i: Array, q: Array, k: Array, seen: Array) -> tuple[Array, Array, Array]:
+        grouped = q.reshape(b, q.shape[1], g, h // g, -1).transpose(0, 2, 3, 1, 4)
+        weights, total = normalised(scores_under(grouped, k, seen, scale, softcap)[0], sinks)
+        mass = lax.stop_gradient(jnp.sum(weights / total, axis=(1, 2)))
+        scores = index_scores(q_i, w, k_i, index_scale)
+        found, best = (_mass_at(mass, top_k_naive(x, seen, top_k)) for x in (lax.stop_gradient(scores), mass))
+        free = jnp.sum(seen, axis=-1) > top_k
+        return divergence(scores, mass, seen), jnp.where(free, found / jnp.where(free, best, 1.0), 0.0), free
+
+    parts = []
+    for j in range(n):
+        at, end = slice(j * t // n, (j + 1) * t // n), (j + 1) * t // n
+        arrays = q_i[:, at], w[:, at], k_i[:, :end], q[:, at], k[:, :, :end], seen[:, at, :end]
+        parts.append(jax.checkpoint(block)(*arrays))
+    loss, recall, free = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    return loss, recall, free
+
+
+def _mass_at(mass: Array, places: Array) -> Array:
+    """Sum of `mass [b t s]` at `places [b t n]`."""
+    s = mass.shape[-1]
+    got = jnp.take_along_axis(mass, jnp.minimum(places, s - 1), axis=-1)
+    return jnp.sum(jnp.where(places < s, got, 0.0), axis=-1)

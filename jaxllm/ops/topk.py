@@ -1,0 +1,116 @@
+"""The lightning indexer's scores and the choice of the best keys by them (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+
+    I[t, s] = sum_h w[t, h] relu(scale q_h[t] . k[s]),        chosen[t] = the `top_k` visible s of the largest I[t, s]
+
+Scores are fp32. The weights have a sign, so a score may be negative, and where relu gives 0 for every head it is exactly 0: such ties are
+common, and are always won by the earlier key, whatever the shape of the call. A query that sees fewer than `top_k` keys gets all of them
+and `EMPTY` in the other places.
+
+Long inputs never hold scores `[t, s]`: a block of queries meets keys a block at a time and keeps the best so far. The running best stand
+before the new block's scores and `top_k` prefers what stands first, so the result is that of one piece.
+
+Shapes: `q [b t h k]`, `w [b t h]` fp32, `k [b s k]`, result int32 `[b t top_k]`. Query t sees key s where `s < reach[t]` and both are of
+the same document; where documents are not given, all keys are.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxllm.cache import EMPTY
+
+QUERIES = 256  # queries scored at a time
+KEYS = 2048  # keys that they meet at a time
+DIRECT = 16  # so few queries hold their scores of the whole cache at once
+
+Docs = tuple[Array, Array]  # document ids of queries [b t] and of keys [b s]; 0 = padding
+
+
+def index_scores(q: Array, w: Array, k: Array, scale: float) -> Array:
+    """fp32 `[b t s]`. Queries and heads form one axis of the product; the sum over heads is no product of its own."""
+    b, t, h, width = q.shape
+    dots = jnp.einsum("bmk,bsk->bms", q.reshape(b, t * h, width), k, preferred_element_type=jnp.float32)
+    dots = jax.nn.relu(dots.reshape(b, t, h, -1) * scale)
+    return jnp.sum(dots * w.astype(jnp.float32)[..., None], axis=2)
+
+
+def reachable(reach: Array, s: int, docs: Docs | None, start: Array | int = 0) -> Array:
+    """bool `[b t s]`: which of the keys `start .. start + s - 1` each query sees. `docs` are those of these keys."""
+    seen = start + jnp.arange(s, dtype=jnp.int32) < reach[:, :, None]
+    if docs is None:
+        return seen
+    return seen & (docs[0][:, :, None] == docs[1][:, None]) & (docs[1][:, None] > 0)
+
+
+def _ranked(scores: Array, seen: Array) -> Array:
+    """Scores that order as they compare: -0.0, which a sort may put below 0.0, becomes 0.0, and what is not seen -inf."""
+    return jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
+
+
+def _chosen(values: Array, index: Array, top_k: int) -> Array:
+    index = jnp.where(values > -jnp.inf, index, EMPTY)
+    return jnp.pad(index, ((0, 0), (0, 0), (0, top_k - index.shape[-1])), constant_values=EMPTY)
+
+
+def top_k_naive(scores: Array, seen: Array, top_k: int) -> Array:
+    """The truth, and the choice from scores that exist: of `scores, seen [b t s]` the `top_k` best, int32 `[b t top_k]`."""
+    return _chosen(*lax.top_k(_ranked(scores, seen), min(top_k, scores.shape[-1])), top_k)
+
+
+def select(
+    q: Array,
+    w: Array,
+    k: Array,
+    reach: Array,
+    top_k: int,
+    *,
+    scale: float,
+    docs: Docs | None = None,
+    queries: int = QUERIES,
+    keys: int = KEYS,
+    direct: int = DIRECT,
+) -> Array:
+    """The `top_k` best visible keys of every query, int32 `[b t top_k]`. Not differentiable."""
+    b, t = q.shape[:2]
+    s = k.shape[1]
+    if s <= top_k:  # whatever the scores are, all that is visible is chosen
+        index = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, t, s))
+        return _chosen(jnp.where(reachable(reach, s, docs), 0.0, -jnp.inf), index, top_k)
+    if t <= direct or (t <= queries and s <= keys):
+        return top_k_naive(index_scores(q, w, k, scale), reachable(reach, s, docs), top_k)
+    return _by_blocks(q, w, k, reach, top_k, scale, docs, min(queries, t), min(keys, s))
+
+
+def _by_blocks(
+    q: Array, w: Array, k: Array, reach: Array, top_k: int, scale: float, docs: Docs | None, c: int, size: int
+) -> Array:
+    b, t = q.shape[:2]
+    s = k.shape[1]
+
+    def blocks(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, -t % c)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, -1, c, *x.shape[2:]), 1, 0)
+
+    parts = (blocks(q), blocks(w), blocks(reach), None if docs is None else blocks(docs[0]))
+
+    def one(part: tuple[Array, Array, Array, Array | None]) -> Array:
+        q_c, w_c, reach_c, docs_c = part
+
+        def meet(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
+            start = jnp.minimum(i * size, s - size)  # the last block may overlap the one before it
+            index = start + jnp.arange(size, dtype=jnp.int32)
+            pair = None
+            if docs is not None and docs_c is not None:
+                pair = (docs_c, lax.dynamic_slice_in_dim(docs[1], start, size, 1))
+            seen = reachable(reach_c, size, pair, start) & (index >= i * size)
+            scores = _ranked(index_scores(q_c, w_c, lax.dynamic_slice_in_dim(k, start, size, 1), scale), seen)
+            values = jnp.concatenate([best[0], scores], axis=-1)
+            places = jnp.concatenate([best[1], jnp.broadcast_to(index, scores.shape)], axis=-1)
+            values, at = lax.top_k(values, top_k)
+            return values, jnp.take_along_axis(places, at, axis=-1)
+
+        start = jnp.full((b, c, top_k), -jnp.inf), jnp.full((b, c, top_k), EMPTY, jnp.int32)
+        count = (jnp.max(reach_c) + size - 1) // size
+        return _chosen(*lax.fori_loop(0, jnp.minimum(count, -(-s // size)), meet, start), top_k)
+
+    return jnp.moveaxis(lax.map(one, parts), 0, 1).reshape(b, -1, top_k)[:, :t]

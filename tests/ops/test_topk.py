@@ -1,0 +1,83 @@
+"""The indexer's choice: blocks against one piece, ties, few visible keys, and no score matrix of a long input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.cache import EMPTY
+from jaxllm.ops.topk import index_scores, select, top_k_naive
+
+B, T, S, H, K = 2, 13, 37, 2, 4
+
+
+def integers(seed=0):
+    """Small whole numbers: scores are exact whatever the order of their sums, and ties are everywhere."""
+    rng = np.random.default_rng(seed)
+    q, k = rng.integers(-1, 2, (B, T, H, K)), rng.integers(-1, 2, (B, S, K))
+    w = rng.integers(-2, 3, (B, T, H))
+    return tuple(jnp.asarray(x, jnp.float32) for x in (q, w, k))
+
+
+def by_hand(q, w, k, reach, top_k, docs):
+    """The equation, one query at a time, with a stable sort."""
+    q, w, k = (np.asarray(x, np.float64) for x in (q, w, k))
+    out = np.full((*reach.shape, top_k), EMPTY)
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            score = sum(w[b, t, h] * np.maximum(k[b] @ q[b, t, h], 0) for h in range(q.shape[2]))
+            seen = [s for s in range(k.shape[1]) if s < reach[b, t] and docs[0][b, t] == docs[1][b, s] > 0]
+            best = sorted(seen, key=lambda s: -score[s])[:top_k]
+            out[b, t, : len(best)] = best
+    return out
+
+
+def test_the_choice_is_that_of_the_equation_and_ties_go_to_the_earlier_key_in_every_shape_of_call():
+    q, w, k = integers()
+    reach = np.minimum(np.arange(T) * 3 + 1, S)[None] * np.ones(
+        (B, 1), int
+    )  # the first queries see fewer than top_k keys
+    docs = np.where(np.arange(T) < 9, 1, 2)[None].repeat(B, 0), np.where(np.arange(S) < 20, 1, 2)[None].repeat(B, 0)
+    docs[1][1, 30:] = 0  # padding
+    want = by_hand(q, w, k, reach, 6, docs)
+    pair = tuple(jnp.asarray(x, jnp.int32) for x in docs)
+    for blocks in ((T, S, 16), (4, 8, 0), (5, 16, 0), (1, 7, 0)):
+        got = select(
+            q, w, k, jnp.asarray(reach), 6, scale=1.0, docs=pair, queries=blocks[0], keys=blocks[1], direct=blocks[2]
+        )
+        np.testing.assert_array_equal(got, want, err_msg=str(blocks))
+    assert (want == EMPTY).any() and (np.asarray(index_scores(q, w, k, 1.0)) == 0).mean() > 0.2
+
+
+def test_a_zero_of_either_sign_is_one_zero():
+    """Weight -1 on a head that relu silences gives -0.0; a sort would put it behind 0.0."""
+    scores = jnp.array([[[-0.0, 0.0, -1.0, -0.0]]])
+    np.testing.assert_array_equal(top_k_naive(scores, jnp.ones_like(scores, bool), 3), [[[0, 1, 3]]])
+
+
+def test_what_fits_is_chosen_whole_and_without_scores():
+    q, w, k = (x * jnp.nan for x in integers())
+    reach = jnp.broadcast_to(jnp.arange(T), (B, T))
+    got = np.asarray(select(q, w, k, reach, S, scale=1.0))
+    for t in range(T):
+        np.testing.assert_array_equal(got[0, t], [*range(t), *[EMPTY] * (S - t)])
+
+
+def biggest(jaxpr):
+    sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")]
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    sizes.append(biggest(inner))
+    return max(sizes, default=0)
+
+
+@pytest.mark.parametrize("t", [1 << 14, 1 << 17])
+def test_a_long_input_has_no_score_matrix(t):
+    """Nothing larger than the inputs, the choice, or one block's heads exists: 2^17 tokens would have 2^34 scores."""
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, t, 16, 64), (1, t, 16), (1, t, 64))]
+    reach = jax.ShapeDtypeStruct((1, t), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda q, w, k, r: select(q, w, k, r, 512, scale=1.0))(*shapes, reach)
+    assert biggest(jaxpr.jaxpr) <= max(t * 16 * 64, 256 * 16 * 2048)

@@ -17,7 +17,7 @@ from jaxllm.errors import UserError
 
 Rules = Mapping[str, str | Sequence[str] | None]
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
 RULES: dict[str, str | tuple[str, ...] | None] = {
     # parameters
     "embed": "fsdp",
@@ -26,12 +26,12 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "head": None,
     "mlp": "tensor",
     "vocab": "tensor",
-    "expert": "tensor",
+    "expert": "expert",
     "latent": None,
     "norm": None,
     "layers": None,
     # activations
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),  # experts live on devices that otherwise split the batch
     "length": None,
     "act_embed": None,
     "act_heads": "tensor",

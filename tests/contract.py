@@ -180,15 +180,18 @@ def check_batch_mates(s: Subject) -> None:
 def check_bf16_gradients(s: Subject) -> None:
     """bf16 compute: loss and every gradient are finite, and each trainable parameter has one."""
     model = s.model.clone(dtype="bfloat16")
+    trainable = jax.tree.map(lambda box: box.trainable, declare(model), is_leaf=is_declared)
     ctx = Context.whole(s.tokens(), jnp.array([[1] * T, [1] * 5 + [2] * 4 + [0] * 3]), train=True)
 
-    def loss(params: Any) -> jax.Array:
+    def loss(part: Any) -> jax.Array:
+        params = jax.tree.map(lambda a, p: p if a is None else a, part, s.params, is_leaf=lambda a: a is None)
         out = model.apply({"params": params}, ctx)[1]
         return -jnp.mean(jax.nn.log_softmax(out.logits)[..., 0]) + sum(
             v for k, v in out.aux.items() if k.startswith("loss/")
         )
 
-    value, grads = jax.jit(jax.value_and_grad(loss))(s.params)
+    part = jax.tree.map(lambda free, a: a if free else None, trainable, s.params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(part)
     assert np.isfinite(float(value))
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         name = jax.tree_util.keystr(path)

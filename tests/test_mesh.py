@@ -29,8 +29,8 @@ def model(heads=4, kv=2, d_ff=64, vocab=64, layers="2* g/d", **kwargs):
 
 def test_one_size_may_be_what_is_left():
     mesh = build_mesh({"data": -1, "tensor": 2})
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
-    assert dict(build_mesh().shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "expert": 1, "tensor": 2}
+    assert dict(build_mesh().shape) == {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize(

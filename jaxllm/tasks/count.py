@@ -117,7 +117,7 @@ def training_memory(
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.params)
     rows = rows or max(1, train.batch_size // train.accumulate)
     length = length or train.seq_len
-    ways = mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
+    ways = mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1) * mesh.shape.get("expert", 1)
     per_device = {
         "params": shard_bytes(state.params),
         "grads": shard_bytes(grads),

@@ -46,7 +46,7 @@ def test_a_share_of_a_mesh_that_is_not_here():
     share = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
     assert split["train_bytes_parts"]["params"] == share < whole["train_bytes_parts"]["params"]
     _, pod = run("model.mixers.global.num_kv_heads=8", "mesh.axes={data: 512, fsdp: 1, tensor: 8}")
-    assert pod["mesh"] == {"data": 512, "fsdp": 1, "tensor": 8}
+    assert pod["mesh"] == {"data": 512, "fsdp": 1, "expert": 1, "tensor": 8}
 
 
 def test_flops_by_phase():

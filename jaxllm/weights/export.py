@@ -1,6 +1,6 @@
 """A model of ours as a Hugging Face folder: config.json, safetensors (in shards of a size), tokenizer files, generation settings.
 
-Tensors are made and written one shard at a time. The folder is made whole under another name and then renamed, so that nobody ever
+Tensors are made and written one by one. The folder is made whole under another name and then renamed, so that nobody ever
 meets half of one.
 """
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxllm.errors import UserError
 from jaxllm.weights.choose import Choice
 from jaxllm.weights.family import Placed, leaves
 from jaxllm.weights.hf_folder import CONFIG, INDEX, SINGLE
+from jaxllm.weights.safetensors_file import write_safetensors
 from jaxllm.weights.tensors import WEIGHT_DTYPES
 
 Progress = Callable[[int, int], None]
@@ -59,21 +59,23 @@ def write_folder(
     """
     kind = _numpy_dtype(dtype)
     names = [(name, place, at) for place in choice.places for name, at in zip(place.names, place.at, strict=True)]
-    sizes = {name: int(np.prod(place.rule.form.shape(place.shapes), dtype=np.int64)) for name, place, _ in names}
+    shapes = {name: tuple(place.rule.form.shape(place.shapes)) for name, place, _ in names}
+    sizes = {name: int(np.prod(shape, dtype=np.int64)) for name, shape in shapes.items()}
     shards = _shards({name: size * kind.itemsize for name, size in sizes.items()}, shard_bytes)
     found, held = leaves(params), dict[str, np.ndarray]()
     index: dict[str, str] = {}
-    done, where = 0, {name: (place, at) for name, place, at in names}
-    for number, members in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {}
-        for name in members:
-            tensors[name] = np.ascontiguousarray(_tensor(*where[name], found, held).astype(kind))
-            index[name] = file
-            done += 1
+    where = {name: (place, at) for name, place, at in names}
+
+    def made(members: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+        for done, name in enumerate(members, len(index) + 1):
             if progress is not None:
                 progress(done, len(names))
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+            yield name, _tensor(*where[name], found, held).astype(kind, copy=False)
+
+    for number, members in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / file, {name: shapes[name] for name in members}, kind, made(members))
+        index |= dict.fromkeys(members, file)
     total = {"tensors": len(names), "params": sum(sizes.values()), "bytes": sum(sizes.values()) * kind.itemsize}
     if len(shards) > 1:
         metadata = {"total_size": total["bytes"], "total_parameters": total["params"]}

@@ -6,11 +6,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.data.tokenizer import Bytes
+from jaxllm.layers.base import Context
+from jaxllm.training.losses import backbone, next_token
 from jaxllm.weights.hf_folder import HFFolder
 from jaxllm.weights.load import build, read_node, read_params
 from jaxllm.weights.logits import Stepper, full_logits
@@ -18,6 +21,8 @@ from jaxllm.weights.tokenizer_files import hf_files
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 NAMES = sorted(p.parent.name for p in GOLDEN.glob("*/reference.json"))
+# Of these the gradients too; between them they have every kind of layer that families bring.
+GRADIENTS = ["gpt2", "gemma2", "deepseek_v3", "qwen2_moe", "gpt_oss"]
 PROMPT = 8  # tokens before the greedy ones
 WIDTH = 6  # tokens of a call with a cache
 
@@ -54,16 +59,41 @@ def loaded(name):
     return source, model, read_params(source, model)
 
 
-@functools.cache
-def whole(name):
-    """(logits, hidden) of one call: the two rows as they are, both with the second one's start as padding, both continued greedily."""
-    _, model, params = loaded(name)
+def rows(name):
+    """(tokens, segments) of one call: the two rows as they are, both with the second one's start as padding, both continued greedily."""
     ref = arrays(name)
     greedy = np.concatenate([ref["input_ids"][:, :PROMPT], ref["greedy"]], axis=1)
-    tokens = np.concatenate([ref["input_ids"], ref["left_ids"], greedy])
     full = np.ones_like(ref["left_mask"])
-    segments = np.concatenate([full, ref["left_mask"], full])
-    return full_logits(model, params, tokens, segments)
+    tokens = np.concatenate([ref["input_ids"], ref["left_ids"], greedy])
+    return tokens, np.concatenate([full, ref["left_mask"], full])
+
+
+@functools.cache
+def whole(name):
+    """(logits, hidden) of `rows`. Models whose gradients are looked at get both from one program."""
+    if name in GRADIENTS:
+        return trained(name)[:2]
+    _, model, params = loaded(name)
+    return full_logits(model, params, *rows(name))
+
+
+@functools.cache
+def trained(name):
+    """(logits, hidden, loss, gradients) through the loss that training uses, of the first two rows."""
+    _, model, params = loaded(name)
+    tokens, segments = rows(name)
+    batch = shifted(tokens)
+    batch["weights"] = batch["weights"].at[2:].set(0.0)
+
+    def loss(params):
+        ctx = Context.whole(batch["tokens"], segments, train=True, capture=("stream",))
+        out = backbone(model, params, ctx)
+        logits = model.apply({"params": params}, out.hidden, method="head")
+        return next_token(model, params, out.hidden, batch)[0] / batch["weights"].sum(), (logits, out)
+
+    (value, (logits, out)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    hidden = [*np.asarray(out.capture["stream"])[:-1], np.asarray(out.hidden)]
+    return np.asarray(logits), hidden, float(value), grads
 
 
 def chunks(total, sizes):

@@ -10,6 +10,7 @@ from jaxllm.errors import UserError
 from jaxllm.layers.gqa import GQA
 from jaxllm.layers.mla import MLA
 from jaxllm.layers.mlp import MLP
+from jaxllm.layers.moe import MoE
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare
 from jaxllm.weights.compare import differences
@@ -18,7 +19,7 @@ from jaxllm.weights.families import BY_TYPE, FAMILIES
 from jaxllm.weights.family import Differs, Family, NoPlace, Placed, plan
 from jaxllm.weights.load import build
 
-KNOWN = (GQA, MLA, MLP)
+KNOWN = (GQA, MLA, MLP, MoE)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import flax.linen as nn
 from jaxllm.layers.gqa import GQA
 from jaxllm.layers.mla import MLA
 from jaxllm.layers.mlp import MLP
+from jaxllm.layers.moe import MoE
+from jaxllm.layers.router import Router
 from jaxllm.model import LanguageModel
 
 # Of the model itself, what decides its function. Layers are compared one by one, so neither role names nor groups matter.
@@ -23,8 +25,9 @@ TOP = (
     "post_norms",
     "logit_softcap",
 )
-# Of a layer: where it stands and how it runs, not what it computes.
-ASIDE = {"parent", "name", "dtype", "param_dtype", "d_model", "kernel", "site"}
+# Of a layer: where it stands, how it runs and how it is trained, not what it computes.
+ASIDE = {"parent", "name", "dtype", "param_dtype", "d_model", "kernel", "site", "chunk_size", "dispatch", "capacity_factor",
+         "switch_loss", "sequence_loss", "z_loss", "jitter", "bias_rate", "balance", "router_dtype"}  # fmt: skip
 
 
 def differences(one: LanguageModel, other: LanguageModel) -> list[str]:
@@ -56,10 +59,12 @@ def describe(model: LanguageModel) -> dict[str, Any]:
 def _fields(stem: str, layer: nn.Module) -> dict[str, Any]:
     values = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer) if f.name not in ASIDE}
     values |= _resolved(layer, values)
-    rope = values.pop("rope", None)
+    rope, router = values.pop("rope", None), values.pop("router", None)
     facts = {f"{stem}": type(layer).__name__} | {
         f"{stem}.{name}": value for name, value in values.items() if value is not _ABSENT
     }
+    if router is not None:
+        facts |= _fields(f"{stem}.router", router)
     if rope is not None:
         facts[f"{stem}.rope"] = type(rope).__name__
         facts |= {
@@ -85,6 +90,12 @@ def _resolved(layer: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         eps = layer.norm_eps if layer.latent_norm_eps is None else layer.latent_norm_eps
         return {**dict(zip(names, layer.sizes, strict=True)), "scale": layer.score_scale, "latent_norm_eps": eps}
+    if isinstance(layer, MoE):
+        shared = (layer.d_shared or layer.shared_experts * layer.d_expert) if layer.shared_experts else 0
+        return {"router": layer.router_layer(), "shared_experts": int(shared > 0), "d_shared": shared}
+    if isinstance(layer, Router):
+        one = getattr(layer, "num_groups", None) in (None, 1)
+        return {"num_groups": 1, "top_groups": 1} if one else {}
     return {"d_ff": layer.width} if isinstance(layer, MLP) else {}
 
 

@@ -38,6 +38,7 @@ class ConfigJson:
     def __init__(self, config: dict[str, Any], where: str) -> None:
         self.config, self.where = config, where
         self._read: set[str] = set()
+        self._notes: list[str] = []
 
     def error(self, text: str) -> UserError:
         return UserError(f"{self.where}: config.json: {text}")
@@ -75,8 +76,15 @@ class ConfigJson:
         if value not in allowed:
             raise self.error(f"{key}={value!r} is not available{why}; only {' or '.join(map(repr, allowed))} is")
 
+    def note(self, text: str) -> None:
+        """Something to say to whoever reads the checkpoint: what is left aside, though it does not change the model."""
+        self._notes.append(text)
+
     def finish(self, warn: Warn | None) -> None:
         """Refuse or name what was not read."""
+        if warn is not None:
+            for text in self._notes:
+                warn(f"{self.where}: config.json: {text}")
         left = []
         for key, value in self.config.items():
             if key in self._read or key in INERT:

@@ -14,7 +14,7 @@ from jaxllm.layers.base import Declared
 from jaxllm.model import LanguageModel
 from jaxllm.params import is_declared, path_name
 from jaxllm.weights.config_json import ConfigJson
-from jaxllm.weights.forms import Form, Shape
+from jaxllm.weights.forms import Experts, Form, Shape
 
 Node = dict[str, Any]
 
@@ -38,6 +38,11 @@ class Rule:
     @property
     def of_expert(self) -> bool:
         return "{e}" in self.theirs
+
+    def fits(self, boxes: Mapping[str, Declared]) -> bool:
+        """Whether it speaks of these parameters: those of experts have the names of a dense layer's, and one axis more."""
+        of_experts = self.of_expert or isinstance(self.form, Experts)
+        return all(name in boxes and ("expert" in boxes[name].names) == of_experts for name in self.ours)
 
 
 @dataclass(frozen=True)
@@ -123,12 +128,13 @@ def _match(
     *,
     stacked: bool,
 ) -> list[Placed]:
-    left, found = set(inside), []
+    left, found = set(inside), list[Placed]()
+    here = {name: boxes[stem + name] for name in inside}
     rules = [rule for rule in family.rules if rule.of_layer == stacked]
     if there is not None:  # rules whose tensors are there come first; the others then name what is missing
         rules.sort(key=lambda rule: rule.theirs.format(i=numbers[0], e=0) not in there)
     for rule in rules:
-        if not left.issuperset(rule.ours):
+        if not left.issuperset(rule.ours) or not rule.fits(here):
             continue
         left -= set(rule.ours)
         paths = tuple(stem + name for name in rule.ours)

@@ -11,6 +11,7 @@ from golden_models import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import UserError
+from jaxllm.weights.family import leaves
 from jaxllm.weights.hf_folder import HFFolder, is_hf_folder
 from jaxllm.weights.layer_string import layer_string
 from jaxllm.weights.load import build, read_model, read_node
@@ -95,6 +96,61 @@ def test_half_precision_is_read_exactly_and_its_dtype_remembered(copy):
     np.testing.assert_array_equal(params["embed"], half["model.embed_tokens.weight"].astype(np.float32))
     save_file({**half, "model.norm.weight": before["model.norm.weight"]}, folder / "model.safetensors")
     assert widest_dtype(open_tensors(folder)) == "float32"
+
+
+# ---- experts ------------------------------------------------------------------------------------------------------------------------
+
+
+def fuse(tensors, gate, up, down, stem):
+    """One tensor an expert to all experts in two: gate rows, then up rows."""
+    where = sorted({name.split(f".{stem}.experts.")[0] for name in tensors if f".{stem}.experts." in name})
+    for layer in where:
+        numbers = range(sum(name.startswith(f"{layer}.{stem}.experts.") for name in tensors) // 3)
+
+        def take(which, layer=layer, numbers=numbers):
+            return np.stack([tensors.pop(f"{layer}.{stem}.experts.{e}.{which}.weight") for e in numbers])
+
+        tensors[f"{layer}.mlp.experts.gate_up_proj"] = np.concatenate([take(gate), take(up)], axis=1)
+        tensors[f"{layer}.mlp.experts.down_proj"] = take(down)
+        if stem != "mlp":
+            tensors[f"{layer}.mlp.gate.weight"] = tensors.pop(f"{layer}.{stem}.gate.weight")
+
+
+@pytest.mark.parametrize(
+    "name, names",
+    [
+        ("deepseek_v3", ("gate_proj", "up_proj", "down_proj", "mlp")),
+        ("mixtral", ("w1", "w3", "w2", "block_sparse_moe")),
+    ],
+)
+def test_experts_one_by_one_or_all_in_one_tensor(copy, name, names):
+    """As released, and as the classes' own parameters are: the same numbers."""
+    folder = copy(name)
+    _, one = read_model(open_tensors(folder))
+    spoil(folder, lambda tensors: fuse(tensors, *names))
+    assert "model.layers.1.mlp.experts.gate_up_proj" in open_tensors(folder).names()
+    _, all_in_one = read_model(open_tensors(folder))
+    one, all_in_one = leaves(one), leaves(all_in_one)
+    assert one.keys() == all_in_one.keys()
+    assert all(np.array_equal(one[key], all_in_one[key]) for key in one)
+    spoil(folder, lambda tensors: tensors.update({"model.layers.1.mlp.experts.down_proj": np.zeros((4, 32, 9))}))
+    assert "tensor model.layers.1.mlp.experts.down_proj: expected shape" in refused(folder)
+
+
+def test_an_expert_that_is_missing_is_named(copy):
+    folder, name = copy("mixtral"), "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+    spoil(folder, lambda tensors: tensors.pop(name))
+    assert f"tensor {name} is missing; expected one of shape [16, 32]" in refused(folder)
+
+
+def test_draft_layers_are_left_aside_where_config_json_speaks_of_them(copy):
+    folder = copy("deepseek_v3", num_nextn_predict_layers=1)
+    spoil(folder, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": np.zeros((32, 64), np.float32)}))
+    said = []
+    assert read_model(open_tensors(folder), warn=said.append)[0]["layers"] == "global/dense global/moe"
+    assert said == [f"{folder}: config.json: num_nextn_predict_layers=1: layers that draft tokens are not read"]
+    spoil(folder, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)}))
+    assert "model.layers.3.eh_proj.weight of shape [32, 64] belongs to no parameter" in refused(folder)
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------------------
@@ -202,9 +258,15 @@ def test_what_is_not_modelled_is_refused(copy, keys, line):
 @pytest.mark.parametrize(
     "name, keys, line",
     [
-        ("deepseek_v3", {"first_k_dense_replace": 1}, "layer 1 is a mixture of 4 experts, which is not available yet"),
-        ("mimo_v2_flash", {"mlp_layer_types": ["dense", "sparse"]}, "layer 1 is a mixture of 4 experts"),
-        ("gpt_oss", {}, "layer 0 is a mixture of 2 experts"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not available; only 'sigmoid' is"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not available: the class ignores it"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not available"),
+        ("deepseek_v2", {"first_k_dense_replace": "one"}, "first_k_dense_replace='one': expected a whole number"),
+        ("mimo_v2_flash", {"mlp_layer_types": ["dense"]}, "mlp_layer_types=['dense']: expected 2 entries"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1: expected a list of layers"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not available"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than there are experts, 4"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not available for experts"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True changes"),
         (
             "qwen2",

@@ -39,7 +39,7 @@ def maker(tmp_path_factory):
 
 @pytest.mark.parametrize("name", sorted(p.parent.name for p in GOLDEN.glob("*/reference.safetensors")))
 def test_golden_files_are_what_transformers_computes(maker, name):
-    maker.whole_model(name) if name in maker.MODELS else maker.attention_alone(name)
+    maker.whole_model(name)
     for file in ("model.safetensors", "reference.safetensors"):
         if not (GOLDEN / name / file).exists():
             continue
@@ -47,9 +47,8 @@ def test_golden_files_are_what_transformers_computes(maker, name):
         assert live.keys() == kept.keys()
         for key in kept:
             np.testing.assert_allclose(live[key], kept[key], atol=5e-5, rtol=0, err_msg=f"{file}: {key}")
-    if name in maker.MODELS:
-        live_facts = json.loads((maker.HERE / name / "reference.json").read_text())
-        assert live_facts["gradient_norms"] == pytest.approx(facts(name)["gradient_norms"], rel=1e-4, abs=1e-6)
+    live_facts = json.loads((maker.HERE / name / "reference.json").read_text())
+    assert live_facts["gradient_norms"] == pytest.approx(facts(name)["gradient_norms"], rel=1e-4, abs=1e-6)
 
 
 def test_transformers_reads_a_model_and_a_tokenizer_of_ours(tmp_path):

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.weights.families import deepseek, gemma, gpt2, gpt_oss, llama, mimo, nanochat, qwen
+from jaxllm.weights.families import deepseek, gemma, gpt2, gpt_oss, llama, mimo, mixtral, nanochat, qwen, qwen_moe
 from jaxllm.weights.family import Family
 
 # In the order in which an export tries them: the plainest first.
@@ -20,6 +20,9 @@ FAMILIES: tuple[Family, ...] = (
     gemma.GEMMA2,
     nanochat.NANOCHAT,
     gpt2.GPT2,
+    mixtral.MIXTRAL,
+    qwen_moe.QWEN3_MOE,
+    qwen_moe.QWEN2_MOE,
     deepseek.DEEPSEEK_V3,
     deepseek.DEEPSEEK_V2,
     mimo.MIMO_V2_FLASH,

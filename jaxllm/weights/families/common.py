@@ -154,26 +154,39 @@ def layers_of(model: LanguageModel) -> list[Pair]:
     return [pair for group in model.groups for pair in group.period * group.repeats]
 
 
-def attention_of(model: LanguageModel, kind: type = GQA) -> list[Any]:
-    """The mixer of every layer; NoPlace names the first that is none of `kind`."""
-    return _all(model, 0, model.mixer, kind)
+def attention_of(model: LanguageModel, *kinds: type) -> list[Any]:
+    """The mixer of every layer; NoPlace names the first that is none of `kinds`, by default GQA."""
+    return _all(model, 0, model.mixer, *(kinds or (GQA,)))
 
 
-def ffns_of(model: LanguageModel) -> list[MLP]:
-    return _all(model, 1, model.ffn, MLP)
+def ffns_of(model: LanguageModel, *kinds: type) -> list[Any]:
+    """The ffn of every layer; NoPlace names the first that is none of `kinds`, by default MLP."""
+    return _all(model, 1, model.ffn, *(kinds or (MLP,)))
 
 
-def _all(model: LanguageModel, side: int, make: Any, kind: type) -> list[Any]:
+def _all(model: LanguageModel, side: int, make: Any, *kinds: type) -> list[Any]:
     made = {role: make(role) for role in dict.fromkeys(pair[side] for pair in layers_of(model))}
     for role, layer in made.items():
-        if type(layer) is not kind:
+        if type(layer) not in kinds:
             raise NoPlace(f"layers of role {role!r} are {type(layer).__name__}, for which it has no class")
     return [made[pair[side]] for pair in layers_of(model)]
 
 
 def common_keys(model: LanguageModel) -> Node:
-    """The keys every Llama-like class shares."""
-    mixer, ffn = attention_of(model)[0], ffns_of(model)[0]
+    """The keys every Llama-like class of dense layers shares."""
+    return {**attention_keys(model), **dense_keys(ffns_of(model)[0])}
+
+
+def dense_keys(ffn: MLP) -> Node:
+    """Of a gated feed-forward layer."""
+    if ffn.activation not in WRITTEN:
+        raise NoPlace(f"its feed-forward layers have no activation {ffn.activation}")
+    return {"intermediate_size": ffn.width, "hidden_act": WRITTEN[ffn.activation]}
+
+
+def attention_keys(model: LanguageModel) -> Node:
+    """The keys of all but the feed-forward layers."""
+    mixer = attention_of(model)[0]
     turning = next((m.rope for m in attention_of(model) if m.rope is not None), None)
     if turning is None:
         raise NoPlace("no layer has a rotary embedding (rope: null), which its class always has")
@@ -181,18 +194,23 @@ def common_keys(model: LanguageModel) -> Node:
     if keys is None:
         raise NoPlace(f"{type(turning).__name__} has no rope_type")
     return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.d_model,
-        "intermediate_size": ffn.width,
-        "num_hidden_layers": model.num_layers,
+        **top_keys(model),
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.kv_heads,
         "head_dim": mixer.key_dim,
-        "hidden_act": WRITTEN[ffn.activation],
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
         "attention_bias": mixer.qkv_bias,
         **keys,
+    }
+
+
+def top_keys(model: LanguageModel) -> Node:
+    """Of the model itself."""
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "num_hidden_layers": model.num_layers,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
     }
 
 

@@ -1,47 +1,50 @@
-"""DeepSeek V2 and V3: multi-head latent attention. Layers of experts are refused by name; a model of dense layers is whole.
+"""DeepSeek V2 and V3: multi-head latent attention; after some dense layers, fine-grained experts beside shared ones.
 
 The norms of both latents always have eps 1e-6, whatever rms_norm_eps says. V2 and (with `rope_interleave`) V3 pair even and odd channels.
+V2 chooses by softmax, within the groups of the best single expert, and does not renormalise; V3 by sigmoid and a bias, within the
+groups of the best two. Draft layers behind the last one (multi-token prediction) are left aside.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from jaxllm.layers.mla import MLA
+from jaxllm.layers.mlp import MLP
+from jaxllm.layers.moe import MoE
+from jaxllm.layers.router import SoftmaxRouter
 from jaxllm.model import LanguageModel
 from jaxllm.weights.config_json import ConfigJson
 from jaxllm.weights.families.common import (
     GATED_MLP,
     OUTSIDE,
     PRE_NORMS,
-    WRITTEN,
     attention_of,
+    dense_keys,
     ffns_of,
     linears,
     mlp,
     model_node,
     norms,
     partial,
+    top_keys,
     vectors,
+)
+from jaxllm.weights.families.experts import (
+    expert_rules,
+    experts,
+    router,
+    routing_of,
+    shared_count,
+    shared_rules,
+    sigmoid_keys,
+    sigmoid_router,
 )
 from jaxllm.weights.family import Family, Node, NoPlace, Rule
 from jaxllm.weights.forms import PerHead
 from jaxllm.weights.rope import rope_keys, rope_node
 
-# Of the layers of experts, which are not there when all layers are dense.
-EXPERTS = (
-    "aux_loss_alpha",
-    "ep_size",
-    "moe_intermediate_size",
-    "moe_layer_freq",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    "routed_scaling_factor",
-    "scoring_func",
-    "seq_aux",
-    "topk_group",
-    "topk_method",
-)
 LATENT_EPS = 1e-6
+DRAFT_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers")
 
 
 def _mla(c: ConfigJson, interleaved: bool) -> Node:
@@ -63,40 +66,72 @@ def _mla(c: ConfigJson, interleaved: bool) -> Node:
     )
 
 
-def _model(c: ConfigJson, interleaved: bool, dense_first: int, mlp_bias: bool = False) -> Node:
-    count = c.whole("num_hidden_layers")
-    dense = c.get("first_k_dense_replace", dense_first)
-    if dense < count:
-        raise c.error(
-            f"layer {dense} is a mixture of {c.get('n_routed_experts')} experts, which is not available yet; only its dense layers are"
-        )
-    for key in (*EXPERTS, "num_mtp_layers", "num_nextn_predict_layers"):
-        c.get(key)
-    layers = [("global", "dense")] * count
-    return model_node(c, layers, {"global": _mla(c, interleaved)}, {"dense": mlp(c, bias=mlp_bias)})
+def draft_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of the tensors of draft layers, numbered on from the last layer."""
+    count = next((n for key in DRAFT_LAYERS if isinstance(n := config.get(key), int)), 0)
+    first = config.get("num_hidden_layers", 0)
+    return tuple(rf"model\.layers\.{first + n}\..*" for n in range(count))
+
+
+def _layers(c: ConfigJson, dense_first: int) -> list[str]:
+    """The ffn role of each layer: dense ones first, then every `moe_layer_freq`-th with experts."""
+    first, every = c.get("first_k_dense_replace"), c.whole("moe_layer_freq", 1)
+    first = dense_first if first is None else first
+    if not isinstance(first, int):
+        raise c.error(f"first_k_dense_replace={first!r}: expected a whole number")
+    return ["moe" if i >= first and not i % every else "dense" for i in range(c.whole("num_hidden_layers"))]
+
+
+def _model(c: ConfigJson, interleaved: bool, layers: list[str], moe: Node | None, mlp_bias: bool = False) -> Node:
+    c.get("ep_size")
+    for key in DRAFT_LAYERS:
+        if c.get(key):
+            c.note(f"{key}={c.get(key)}: layers that draft tokens are not read")
+    ffns = {"dense": mlp(c, bias=mlp_bias)} | ({} if moe is None else {"moe": moe})
+    return model_node(c, [("global", role) for role in layers], {"global": _mla(c, interleaved)}, ffns)
+
+
+def _experts(
+    c: ConfigJson, layers: list[str], router: Node, *, count: int, used: int, width: int, shared: int
+) -> Node | None:
+    """The arguments are what the class takes where config.json has none; keys of experts that are not there are left unread."""
+    fields = {
+        "count": c.whole("n_routed_experts", count),
+        "used": c.whole("num_experts_per_tok", used),
+        "width": c.whole("moe_intermediate_size", width),
+        "shared_experts": c.get("n_shared_experts", shared) or 0,
+    }
+    return experts(c, router, **fields) if "moe" in layers else None
 
 
 def _deepseek_v3(c: ConfigJson) -> Node:
-    return _model(c, c.flag("rope_interleave", True), dense_first=3)
+    layers = _layers(c, 3)
+    c.only("scoring_func", "sigmoid")
+    c.only("topk_method", "noaux_tc")
+    router = sigmoid_router(c, groups=8, top=4, scale=2.5)
+    moe = _experts(c, layers, router, count=256, used=8, width=2048, shared=1)
+    return _model(c, c.flag("rope_interleave", True), layers, moe)
 
 
 def _deepseek_v2(c: ConfigJson) -> Node:
-    return _model(c, interleaved=True, dense_first=0, mlp_bias=c.flag("mlp_bias"))
+    layers = _layers(c, 0)
+    c.only("scoring_func", "softmax")
+    c.only("norm_topk_prob", False, why=": the class ignores it, the authors' code does not")
+    c.only("topk_method", "greedy", "group_limited_greedy")
+    groups = {}
+    if c.get("topk_method") == "group_limited_greedy":
+        groups = {"num_groups": c.whole("n_group"), "top_groups": c.whole("topk_group")}
+    for key in ("n_group", "topk_group"):
+        c.get(key)
+    chosen = router("SoftmaxRouter", renormalise=False, scale=c.number("routed_scaling_factor", 1.0), **groups)
+    moe = _experts(c, layers, chosen, count=64, used=6, width=1407, shared=2)
+    return _model(c, interleaved=True, layers=layers, moe=moe, mlp_bias=c.flag("mlp_bias"))
 
 
-def _keys(model: LanguageModel) -> Node:
-    mixer, ffn = attention_of(model, MLA)[0], ffns_of(model)[0]
-    if mixer.rope is None:
-        raise NoPlace("no layer has a rotary embedding (rope: null), which its class always has")
-    rope = rope_keys(mixer.rope, model.max_seq_len)
-    if rope is None:
-        raise NoPlace(f"{type(mixer.rope).__name__} has no rope_type")
+def latent_keys(mixer: MLA) -> Node:
+    """Of multi-head latent attention."""
     r, n, o, v = mixer.sizes
     return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.d_model,
-        "intermediate_size": ffn.width,
-        "num_hidden_layers": model.num_layers,
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_heads,
         "q_lora_rank": mixer.q_lora_rank,
@@ -104,26 +139,69 @@ def _keys(model: LanguageModel) -> Node:
         "qk_nope_head_dim": n,
         "qk_rope_head_dim": o,
         "v_head_dim": v,
-        "first_k_dense_replace": model.num_layers,
-        "hidden_act": WRITTEN[ffn.activation],
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
         "attention_bias": mixer.qkv_bias,
-        **rope,
     }
 
 
+def _keys(model: LanguageModel) -> tuple[Node, MoE | None]:
+    """(all but how experts are chosen, the experts)."""
+    mixer = attention_of(model, MLA)[0]
+    if mixer.rope is None:
+        raise NoPlace("no layer has a rotary embedding (rope: null), which its class always has")
+    rope = rope_keys(mixer.rope, model.max_seq_len)
+    if rope is None:
+        raise NoPlace(f"{type(mixer.rope).__name__} has no rope_type")
+    layers = ffns_of(model, MLP, MoE)
+    dense = next((layer for layer in layers if isinstance(layer, MLP)), None)
+    moe = next((layer for layer in layers if isinstance(layer, MoE)), None)
+    first = model.num_layers if moe is None else layers.index(moe)
+    keys = {
+        **top_keys(model),
+        **latent_keys(mixer),
+        "intermediate_size": 1 if moe is None else moe.d_expert,
+        "hidden_act": "silu",
+        **({} if dense is None else dense_keys(dense)),
+        "first_k_dense_replace": first,
+        **rope,
+    }
+    if moe is not None:
+        keys |= {
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.d_expert,
+            "n_shared_experts": shared_count(moe),
+            "moe_layer_freq": 1,
+        }
+    return keys, moe
+
+
 def _deepseek_v3_keys(model: LanguageModel) -> Node:
+    keys, moe = _keys(model)
     rope = attention_of(model, MLA)[0].rope
-    return {**_keys(model), "rope_interleave": rope is not None and rope.interleaved, "num_mtp_layers": 0}
+    chosen = {} if moe is None else sigmoid_keys(moe)
+    return {**keys, **chosen, "rope_interleave": rope is not None and rope.interleaved, "num_nextn_predict_layers": 0}
 
 
 def _deepseek_v2_keys(model: LanguageModel) -> Node:
-    return {**_keys(model), "mlp_bias": ffns_of(model)[0].bias}
+    keys, moe = _keys(model)
+    dense = next((layer for layer in ffns_of(model, MLP, MoE) if isinstance(layer, MLP)), None)
+    keys["mlp_bias"] = dense is not None and dense.bias
+    if moe is None:
+        return keys
+    chosen = routing_of(moe, SoftmaxRouter)
+    if chosen.renormalise:
+        raise NoPlace("it does not renormalise the weights of experts (router.renormalise: true)")
+    grouped = (chosen.num_groups or 1) > 1
+    return {
+        **keys,
+        "routed_scaling_factor": chosen.scale,
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+        "n_group": chosen.num_groups,
+        "topk_group": chosen.top_groups,
+    }
 
 
-RULES = (
-    *OUTSIDE,
+LATENT_ATTENTION = (
     *linears(
         ("mixer/q_proj", "self_attn.q_proj"),
         ("mixer/q_a_proj", "self_attn.q_a_proj"),
@@ -138,8 +216,16 @@ RULES = (
         ("mixer/o_bias", "self_attn.o_proj.bias"),
     ),
     *norms(("mixer/q_a_norm", "self_attn.q_a_layernorm"), ("mixer/kv_a_norm", "self_attn.kv_a_layernorm")),
+)
+RULES = (
+    *OUTSIDE,
+    *LATENT_ATTENTION,
     *GATED_MLP,
+    *expert_rules(),
+    *shared_rules("mlp.shared_experts"),
     *PRE_NORMS,
 )
-DEEPSEEK_V3 = Family(("deepseek_v3",), ("DeepseekV3ForCausalLM",), _deepseek_v3, _deepseek_v3_keys, RULES)
+DEEPSEEK_V3 = Family(
+    ("deepseek_v3",), ("DeepseekV3ForCausalLM",), _deepseek_v3, _deepseek_v3_keys, RULES, aside=draft_layers
+)
 DEEPSEEK_V2 = Family(("deepseek_v2",), ("DeepseekV2ForCausalLM",), _deepseek_v2, _deepseek_v2_keys, RULES)

@@ -1,6 +1,7 @@
 """MiMo-V2-Flash: windows with sinks and twice the kv heads on most layers, full attention without sinks on the others.
 
-Keys are wider than values, part of each head turns, and values are scaled before they are cached. Layers of experts are refused by name.
+Keys are wider than values, part of each head turns, and values are scaled before they are cached. A dense layer, then experts as in
+DeepSeek-V3, without a shared one. The published draft layers (`model.mtp`) are left aside.
 """
 
 from jaxllm.model import LanguageModel
@@ -10,13 +11,21 @@ from jaxllm.weights.families.common import (
     GATED_MLP,
     OUTSIDE,
     PRE_NORMS,
-    WRITTEN,
     attention_of,
-    ffns_of,
+    dense_keys,
     gqa,
     layer_types,
     mlp,
     model_node,
+    top_keys,
+)
+from jaxllm.weights.families.experts import (
+    expert_rules,
+    experts,
+    named_layers,
+    sigmoid_keys,
+    sigmoid_router,
+    split_ffns,
 )
 from jaxllm.weights.family import Family, Node, NoPlace, Rule
 from jaxllm.weights.forms import Same
@@ -57,23 +66,24 @@ def attention(c: ConfigJson) -> tuple[list[str], Node]:
 
 
 def _mimo(c: ConfigJson) -> Node:
-    count = c.whole("num_hidden_layers")
-    kinds = c.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
-    if "sparse" in kinds:
-        raise c.error(
-            f"layer {kinds.index('sparse')} is a mixture of {c.get('n_routed_experts')} experts, which is not available yet; only its"
-            " attention and its dense layers are"
-        )
-    for key in ("moe_intermediate_size", "n_group", "n_routed_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor",
-                "topk_group", "num_local_experts"):  # fmt: skip
-        c.get(key)
     roles, mixers = attention(c)
-    layers = [(role, "dense") for role in roles]
-    return model_node(c, layers, mixers, {"dense": mlp(c)}, norm_eps=c.number("rms_norm_eps", 1e-5))
+    ffns = named_layers(c, ["dense"] + ["moe"] * (len(roles) - 1))
+    moe = experts(
+        c,
+        sigmoid_router(c),
+        count=c.whole("n_routed_experts", 256),
+        used=c.whole("num_experts_per_tok", 8),
+        width=c.whole("moe_intermediate_size", 2048),
+    )
+    layers = list(zip(roles, ffns, strict=True))
+    return model_node(c, layers, mixers, {"dense": mlp(c), "moe": moe}, norm_eps=c.number("rms_norm_eps", 1e-5))
 
 
 def _mimo_keys(model: LanguageModel) -> Node:
-    mixers, ffn = attention_of(model), ffns_of(model)[0]
+    mixers = attention_of(model)
+    sparse, dense, moe = split_ffns(model)
+    if moe.shared_experts:
+        raise NoPlace("its experts have no shared expert")
     ropes, longest = {}, None
     for mixer in mixers:
         if mixer.rope is None or (keys := rope_keys(mixer.rope, model.max_seq_len)) is None:
@@ -85,10 +95,14 @@ def _mimo_keys(model: LanguageModel) -> Node:
     if full is None or local is None:
         raise NoPlace("it has both full and sliding layers")
     return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.d_model,
-        "intermediate_size": ffn.width,
-        "num_hidden_layers": model.num_layers,
+        **top_keys(model),
+        "intermediate_size": moe.d_expert,  # of dense layers, where there are any
+        "hidden_act": "silu",
+        **({} if dense is None else dense_keys(dense)),
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.d_expert,
+        **sigmoid_keys(moe),
         "num_attention_heads": full.num_heads,
         "num_key_value_heads": full.kv_heads,
         "head_dim": full.key_dim,
@@ -97,10 +111,7 @@ def _mimo_keys(model: LanguageModel) -> Node:
         "attention_bias": full.qkv_bias,
         "sliding_window": local.window,
         "layer_types": ["full_attention" if m.window is None else "sliding_attention" for m in mixers],
-        "mlp_layer_types": ["dense"] * model.num_layers,
-        "hidden_act": WRITTEN[ffn.activation],
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
+        "mlp_layer_types": ["sparse" if with_experts else "dense" for with_experts in sparse],
         "rope_parameters": ropes,
         "max_position_embeddings": longest,
     }
@@ -116,6 +127,7 @@ MIMO_V2_FLASH = Family(
         *ATTENTION,
         Rule(("mixer/sinks",), "model.layers.{i}.self_attn.attention_sink_bias", Same()),
         *GATED_MLP,
+        *expert_rules(),
         *PRE_NORMS,
     ),
     ignore=(r"model\.mtp\..*", r".*\.rotary_emb\.inv_freq"),

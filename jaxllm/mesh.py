@@ -119,6 +119,12 @@ def partition_spec(axes: Sequence[str | None], mesh: Any, rules: Rules, *, name:
     return PartitionSpec(*entries)
 
 
+def axes_in_force(axis: str) -> tuple[str, ...]:
+    """The axes, of more than one device, of the mesh in force that split a logical axis."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return () if mesh.empty else tuple(m for m in _mesh_axes(_RULES.get()[axis]) if mesh.shape.get(m, 1) > 1)
+
+
 def shard(x: jax.Array, *axes: str | None) -> jax.Array:
     """Say where an activation lives, by logical axis. Without a mesh, or on one device, nothing happens."""
     mesh = jax.sharding.get_abstract_mesh()

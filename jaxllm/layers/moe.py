@@ -22,9 +22,10 @@ from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.router import Router, Routing, SoftmaxRouter
 from jaxllm.mesh import shard
 from jaxllm.ops.dispatch import check_dispatch, dispatch
-from jaxllm.ops.experts import Experts, Unit, count
+from jaxllm.ops.experts import Experts, Unit
 from jaxllm.ops.glu import check_glu
 from jaxllm.ops.linear import linear
+from jaxllm.ops.queues import count
 
 
 class MoE(Layer, kw_only=True):
@@ -39,12 +40,13 @@ class MoE(Layer, kw_only=True):
     latent_dim: experts live in a narrower space: `y = RMSNorm(sum p_e E_e(x A)) B` with A `[d z]`, B `[z d]` (Kimi K3); the router
     and the shared expert see x.
 
-    dispatch: how tokens reach experts (`jaxllm.ops.dispatch`); capacity_factor: rows an expert has, in even shares.
+    dispatch: how tokens reach experts (`jaxllm.ops.dispatch`). capacity_factor: room, in even shares, of an expert (capacity) or for
+    what a device sends to another one (expert_parallel); null = drop nothing. exchange: how rows travel, `padded` or `ragged`.
 
     switch_loss, sequence_loss, z_loss: coefficients of the losses of `jaxllm.layers.balance`; 0 = none.
 
     Reports: `metric/load [e]` (times an even share), `metric/load_max`, `metric/entropy` of the scores (nats), `metric/dropped` (share
-    of choices, capacity only); `capture/experts`, `capture/weights [b t k]` when "routing" is asked for.
+    of choices, where there is a capacity_factor); `capture/experts`, `capture/weights [b t k]` when "routing" is asked for.
     """
 
     num_experts: int
@@ -60,6 +62,7 @@ class MoE(Layer, kw_only=True):
     latent_dim: int | None = None
     dispatch: str = "auto"
     capacity_factor: float | None = None
+    exchange: str = "padded"
     switch_loss: float = 0.0
     sequence_loss: float = 0.0
     z_loss: float = 0.0
@@ -83,7 +86,7 @@ class MoE(Layer, kw_only=True):
         if self.shared_experts and self.glu == "gpt_oss":
             raise UserError("glu: gpt_oss has no shared expert; set shared_experts=0")
         check_glu("glu", self.glu, self.glu_limit)
-        check_dispatch(self.dispatch, self.capacity_factor)
+        check_dispatch(self.dispatch, self.capacity_factor, self.exchange)
         for name in ("switch_loss", "sequence_loss", "z_loss"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}: {getattr(self, name)} must be at least 0")
@@ -137,17 +140,16 @@ class MoE(Layer, kw_only=True):
             inner = linear(
                 x, param(self, "latent_down_proj", fan_in(d), (d, z), ("embed", "latent")).astype(self.dtype)
             )
-        k = experts.shape[-1]
         y, dropped = dispatch(
             self.dispatch,
-            inner.reshape(-1, self.width),
-            experts.reshape(-1, k),
-            routing.weights.reshape(-1, k),
+            inner,
+            experts,
+            routing.weights,
             self._experts(),
             Unit(self.glu, self.glu_limit),
             self.capacity_factor,
+            self.exchange,
         )
-        y = y.reshape(inner.shape)
         if z is not None:
             y = RMSNorm(eps=self.norm_eps, param_dtype=self.param_dtype, name="latent_norm")(y)
             up = param(self, "latent_up_proj", fan_in(z, RESIDUAL_SCALE), (z, d), ("latent", "embed"))

@@ -29,7 +29,7 @@ from jax import Array, lax
 from jaxllm.errors import UserError
 from jaxllm.layers.balance import QuantileStep, SignStep, quantile_histogram
 from jaxllm.layers.base import Constant, Context, fan_in, param
-from jaxllm.ops.experts import count
+from jaxllm.ops.queues import count
 
 ROUTER_DTYPES = ("float32", "compute")
 BALANCES = ("sign", "quantile")

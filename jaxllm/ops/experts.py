@@ -44,12 +44,6 @@ class Unit(NamedTuple):
     limit: float | None = None
 
 
-def count(experts: Array, number: int) -> Array:
-    """How often each of `number` experts was chosen: int32 of any shape -> fp32 `[e]`. Entries outside are not counted."""
-    chosen = jnp.where((experts >= 0) & (experts < number), experts, number).reshape(-1)
-    return jnp.zeros(number + 1, jnp.float32).at[chosen].add(1.0)[:number]
-
-
 def hidden_layer(x: Array, w: Experts, unit: Unit) -> Array:
     """`x [e c d]` -> `[e c f]`, each expert on rows of its own."""
     gate, up = jnp.einsum("ecd,edf->ecf", x, w.gate), jnp.einsum("ecd,edf->ecf", x, w.up)

@@ -21,16 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxllm.ops.experts import Experts, Unit, count
+from jaxllm.ops.experts import Experts, Unit
 from jaxllm.ops.glu import glu
+from jaxllm.ops.queues import gather_back, line_up, rows_of, seats, share
 
 
 class Plan(NamedTuple):
-    """Where each choice is computed. Choices are numbered token by token; `nk` stands for none.
-
-    order: int32 `[nk + B]`, choices sorted by expert, then by number. starts, counts: int32 `[e]`, each expert's stretch of it.
-    slot: int32 `[n k]`, row of the choice in `[e c]`, flattened; `e c` = not there. rows: int32 `[e c]`, the choice in each slot.
-    """
+    """Where each choice is computed (`jaxllm.ops.queues`). order: int32 `[nk + B]`, the queues one after another; starts, counts: int32
+    `[e]`, where they are. slot: int32 `[n k]`, rows: int32 `[e c]`."""
 
     order: Array
     starts: Array
@@ -51,26 +49,11 @@ def block_of(capacity: int) -> int:
 
 
 def make_plan(experts: Array, number: int, capacity: int, block: int = 0, *, by_choice: bool = False) -> Plan:
-    """experts int32 `[n k]`. by_choice: all first choices stand before all second ones in an expert's queue, not token by token."""
-    n, k = experts.shape
-    nk = n * k
-    inside = (experts >= 0) & (experts < number)
-    flat = jnp.where(inside, experts, number)
-    queue = (flat.T if by_choice else flat).reshape(-1)
-    order = jnp.argsort(queue, stable=True).astype(jnp.int32)
-    place = jnp.zeros(nk, jnp.int32).at[order].set(jnp.arange(nk, dtype=jnp.int32), unique_indices=True)
-    if by_choice:  # back to the numbers of choices token by token
-        order = order % n * k + order // n
-        place = place.reshape(k, n).T
-    counts = count(flat, number).astype(jnp.int32)
-    starts = jnp.cumsum(counts) - counts
-    rank = place.reshape(n, k) - jnp.take(starts, flat, mode="clip")
-    slot = jnp.where(inside & (rank < capacity), flat * capacity + rank, number * capacity)
-    c = jnp.arange(capacity, dtype=jnp.int32)
-    rows = jnp.take(order, starts[:, None] + c, mode="clip")
-    rows = jnp.where(c < counts[:, None], rows, nk)
-    order = jnp.pad(order, (0, block), constant_values=nk)
-    return Plan(order, starts, counts, slot, rows.reshape(-1))
+    """experts int32 `[n k]`; by_choice: see `line_up`."""
+    queues = line_up(experts, number, by_choice=by_choice)
+    rows, slot = seats(queues, experts, capacity)
+    order = jnp.pad(queues.order, (0, block), constant_values=experts.size)  # the last block may reach beyond the end
+    return Plan(order, queues.starts, queues.counts, slot, rows)
 
 
 def experts_sorted(
@@ -100,15 +83,6 @@ def apply_plan(x: Array, weights: Array, w: Experts, plan: Plan, unit: Unit, cap
 
 def _product(form: str, a: Array, b: Array) -> Array:
     return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
-
-
-def _gather(a: Array, index: Array) -> Array:
-    return jnp.take(a, index, axis=0, mode="clip")
-
-
-def _share(weights: Array, choices: Array) -> Array:
-    """The weight of each choice in `choices`, 0 where there is none."""
-    return jnp.where(choices < weights.size, _gather(weights.reshape(-1), choices), 0.0)
 
 
 def _biased(y: Array, bias: Array | None) -> Array:
@@ -172,17 +146,15 @@ def _turn(i: Array, plan: Plan, w: Experts, capacity: int, block: int) -> tuple[
 
 def _forward(x: Array, weights: Array, w: Experts, plan: Plan, unit: Unit, capacity: int, block: int) -> Any:
     d, k, e = x.shape[1], weights.shape[1], w.number
-    p = _share(weights, plan.rows).reshape(e, capacity)
-    gate, up = _project(_gather(x, plan.rows // k).reshape(e, capacity, d), w)
+    p = share(weights, plan.rows).reshape(e, capacity)
+    gate, up = _project(rows_of(x, plan.rows, k).reshape(e, capacity, d), w)
     out = _out(gate, up, p, w, unit).reshape(e * capacity, d)
-    there = plan.slot < e * capacity
-    y = jnp.sum(jnp.where(there[..., None], _gather(out, plan.slot), 0.0), axis=1)  # fp32 [n d]
+    y = jnp.sum(gather_back(out, plan.slot), axis=1)  # fp32 [n d]
 
     def turn(i: Array, y: Array) -> Array:
         _, choices, mine = _turn(i, plan, w, capacity, block)
-        rows = _gather(x, choices // k)[None]
-        more = _out(*_project(rows, mine), _share(weights, choices)[None], mine, unit)[0]
-        return y.at[choices // k].add(more, mode="drop")
+        gate, up = _project(rows_of(x, choices, k)[None], mine)
+        return y.at[choices // k].add(_out(gate, up, share(weights, choices)[None], mine, unit)[0], mode="drop")
 
     if block:
         y = lax.fori_loop(0, _blocks(plan, capacity, block)[0], turn, y)
@@ -191,35 +163,30 @@ def _forward(x: Array, weights: Array, w: Experts, plan: Plan, unit: Unit, capac
 
 def _backward(unit: Unit, capacity: int, block: int, saved: Any, dy: Array) -> Any:
     x, weights, w, plan, gate, up = saved
-    (n, d), k, e = x.shape, weights.shape[1], w.number
-    token = plan.rows // k
-    p = _share(weights, plan.rows).reshape(e, capacity)
+    d, k, e = x.shape[1], weights.shape[1], w.number
 
     def rows(a: Array) -> Array:
-        return _gather(a, token).reshape(e, capacity, d)
+        return rows_of(a, plan.rows, k).reshape(e, capacity, d)
 
+    p = share(weights, plan.rows).reshape(e, capacity)
     dslot, dp, dw = _pull(rows(x), gate, up, p, rows(dy), w, unit)
-    there = plan.slot < e * capacity
-    dx = jnp.sum(jnp.where(there[..., None], _gather(dslot.reshape(-1, d), plan.slot), 0.0), axis=1)
-    dweights = jnp.where(there, _gather(dp.reshape(-1), plan.slot), 0.0)
+    dx = jnp.sum(gather_back(dslot.reshape(-1, d), plan.slot), axis=1)
+    dweights = gather_back(dp.reshape(-1), plan.slot).reshape(-1)
 
     def turn(i: Array, carry: Any) -> Any:
         dx, dweights, dw = carry
         expert, choices, mine = _turn(i, plan, w, capacity, block)
-        xs = _gather(x, choices // k)[None]
-        more, dp, part = _pull(
-            xs, *_project(xs, mine), _share(weights, choices)[None], _gather(dy, choices // k)[None], mine, unit
-        )
+        xs, ys = rows_of(x, choices, k)[None], rows_of(dy, choices, k)[None]
+        more, dp, part = _pull(xs, *_project(xs, mine), share(weights, choices)[None], ys, mine, unit)
         dx = dx.at[choices // k].add(more[0], mode="drop")
         dweights = dweights.at[choices].set(dp[0], mode="drop")
         return dx, dweights, jax.tree.map(lambda a, b: a.at[expert].add(b[0]), dw, part)
 
     if block:
-        carry = (dx, dweights.reshape(-1), dw)
-        dx, dweights, dw = lax.fori_loop(0, _blocks(plan, capacity, block)[0], turn, carry)
+        dx, dweights, dw = lax.fori_loop(0, _blocks(plan, capacity, block)[0], turn, (dx, dweights, dw))
     dw = jax.tree.map(lambda a, b: a.astype(b.dtype), dw, w)
     nothing = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), plan)
-    return dx.astype(x.dtype), dweights.reshape(n, k).astype(weights.dtype), dw, nothing
+    return dx.astype(x.dtype), dweights.reshape(weights.shape).astype(weights.dtype), dw, nothing
 
 
 apply_plan.defvjp(_forward, _backward)

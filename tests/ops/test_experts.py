@@ -1,12 +1,19 @@
 """Every path of the experts equals the naive one, whatever the routing: outputs and all gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.ops.experts import Experts, Unit, count, experts_dense, experts_few
+from jaxllm.mesh import build_mesh, use_mesh
+from jaxllm.ops import experts_parallel
+from jaxllm.ops.dispatch import choose, dispatch
+from jaxllm.ops.experts import Experts, Unit, experts_dense, experts_few
+from jaxllm.ops.experts_ragged import experts_ragged
 from jaxllm.ops.experts_sorted import capacity_of, experts_capacity, experts_sorted, make_plan
+from jaxllm.ops.queues import count
 
 N, D, F = 40, 16, 24
 
@@ -24,40 +31,57 @@ def make_experts(e, bias=True):
     return Experts(*w, *((numbers(e, F, seed=4), numbers(e, F, seed=5), numbers(e, D, seed=6)) if bias else ()))
 
 
+KINDS = ("even", "random", "padding", "all_to_one", "one_for_all")
+
+
 def routing(kind):
-    """experts `[N k]` and E."""
+    """experts int32 `[N k]` and E; all of `KINDS` have k = 3 and E = 8, so that they share compiled programs."""
     rng = np.random.default_rng(0)
-
-    def some(e, k):
-        return np.stack([rng.permutation(e)[:k] for _ in range(N)])
-
+    some = np.stack([rng.permutation(8)[:3] for _ in range(N)])
     if kind == "even":
-        return (np.arange(N)[:, None] + np.arange(2)) % 8, 8
-    if kind == "random":
-        return some(8, 3), 8
-    if kind == "padding":  # a third of the tokens choose nothing, others only some
-        chosen = some(8, 3)
-        chosen[rng.random(chosen.shape) < 0.2] = 8
-        chosen[::3] = 8
-        return chosen, 8
-    if kind == "all_to_one":
-        return np.full((N, 1), 5), 8
-    if kind == "one_for_all":  # one expert in every token's choice, many never chosen
-        return np.stack([np.full(N, 3), np.arange(N) % 2], 1), 8
-    if kind == "single":
-        return np.zeros((N, 1), int), 1
-    assert kind == "all"
-    return some(4, 4), 4
+        chosen = (np.arange(N)[:, None] + np.arange(3)) % 8
+    elif kind == "random":
+        chosen = some
+    elif kind == "padding":  # a third of the tokens choose nothing, others only some
+        some[rng.random(some.shape) < 0.2] = 8
+        some[::3] = 8
+        chosen = some
+    elif kind == "all_to_one":
+        chosen = np.full((N, 3), [5, 8, -1])
+    elif kind == "one_for_all":  # one expert in every token's choice, five never chosen
+        chosen = np.stack([np.full(N, 3), np.arange(N) % 2, np.full(N, 8)], 1)
+    elif kind == "single":
+        return jnp.zeros((N, 1), jnp.int32), 1
+    else:
+        assert kind == "all"
+        return jnp.asarray(np.stack([rng.permutation(4) for _ in range(N)]), jnp.int32), 4
+    return jnp.asarray(chosen, jnp.int32), 8
 
 
-def value_and_gradients(fn, experts, unit):
-    """One compiled call: y and the gradients to x, weights and experts' weights."""
+def inputs(experts, e, bias=True):
+    return numbers(N, D), experts, jnp.abs(numbers(*experts.shape, seed=7)) + 0.1, make_experts(e, bias)
 
-    def loss(x, p, w):
+
+GPT_OSS, SWIGLU = Unit("gpt_oss", 7.0), Unit("swiglu", None)
+
+
+@functools.cache
+def value_and_gradients(fn, unit=GPT_OSS):
+    """One compiled call of x, experts, weights, w: the gradients to all but experts, and y."""
+
+    def loss(x, experts, p, w):
         y = fn(x, experts, p, w, unit)
         return jnp.sum(jnp.sin(y) * (1 + jnp.arange(D))), y
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+    return jax.jit(jax.grad(loss, argnums=(0, 2, 3), has_aux=True))
+
+
+def roomy(x, experts, p, w, unit):
+    return experts_capacity(x, experts, p, w, unit, N)[0]
+
+
+def tight(x, experts, p, w, unit):
+    return experts_sorted(x, experts, p, w, unit, capacity=8)
 
 
 def same(a, b, tolerance=1e-5):
@@ -66,43 +90,32 @@ def same(a, b, tolerance=1e-5):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1.0, np.abs(y).max()))
 
 
-@pytest.mark.parametrize("kind", ["even", "random", "padding", "all_to_one", "one_for_all", "single", "all"])
+@pytest.mark.parametrize("kind", [*KINDS, "single", "all"])
 def test_paths_agree(kind):
-    experts, e = routing(kind)
-    experts, w, unit = jnp.asarray(experts, jnp.int32), make_experts(e), Unit("gpt_oss", 7.0)
-    x, p = numbers(N, D), jnp.abs(numbers(*experts.shape, seed=7)) + 0.1
-    want = value_and_gradients(experts_dense, experts, unit)(x, p, w)
+    given = inputs(*routing(kind))
+    want = value_and_gradients(experts_dense)(*given)
     assert float(jnp.abs(want[1]).max()) > 0.1
-    same(value_and_gradients(experts_sorted, experts, unit)(x, p, w), want)
-    same(value_and_gradients(experts_few, experts, unit)(x, p, w), want)
-    plenty = value_and_gradients(lambda *a: experts_capacity(*a, capacity=N)[0], experts, unit)
-    same(plenty(x, p, w), want)
+    for path in (experts_sorted, experts_few, experts_ragged, roomy):
+        same(value_and_gradients(path)(*given), want)
 
 
 def test_what_is_beyond_the_rows_of_an_expert_is_done_by_the_loop():
     experts, e = routing("random")
-    experts, w, unit = jnp.asarray(experts, jnp.int32), make_experts(e, bias=False), Unit("swiglu", None)
-    x, p = numbers(N, D), jnp.abs(numbers(*experts.shape, seed=7))
-    want = value_and_gradients(experts_dense, experts, unit)(x, p, w)
-    tight = value_and_gradients(lambda *a: experts_sorted(*a, capacity=8), experts, unit)
     assert np.bincount(np.asarray(experts).ravel()).min() > 8  # every expert overflows
-    same(tight(x, p, w), want)
+    given = inputs(experts, e, bias=False)
+    same(value_and_gradients(tight, SWIGLU)(*given), value_and_gradients(experts_dense, SWIGLU)(*given))
 
 
 def test_experts_that_nobody_chose_have_a_gradient_of_exactly_zero():
-    experts, e = routing("one_for_all")
-    unit = Unit("swiglu", None)
-    grads = value_and_gradients(experts_sorted, jnp.asarray(experts, jnp.int32), unit)(
-        numbers(N, D), jnp.ones(experts.shape), make_experts(e)
-    )[0][2]
+    grads = value_and_gradients(experts_sorted)(*inputs(*routing("one_for_all")))[0][2]
     for g in grads:
-        size = np.abs(np.asarray(g)).reshape(e, -1).max(1)
+        size = np.abs(np.asarray(g)).reshape(8, -1).max(1)
         assert (size[[0, 1, 3]] > 0).all() and (size[[2, 4, 5, 6, 7]] == 0).all()
 
 
 def test_capacity_keeps_first_choices_before_second_ones_and_counts_what_it_drops():
     """Five tokens, all to expert 0, room for three: tokens 0 to 2 are computed, 3 and 4 get exactly 0."""
-    w, unit = make_experts(2), Unit("swiglu", None)
+    w, unit = make_experts(2), SWIGLU
     x, one = numbers(5, D), jnp.ones((5, 1))
     y, dropped = experts_capacity(x, jnp.zeros((5, 1), jnp.int32), one, w, unit, 3)
     np.testing.assert_array_equal(y[3:], 0)
@@ -118,7 +131,7 @@ def test_capacity_keeps_first_choices_before_second_ones_and_counts_what_it_drop
 def test_a_queue_longer_than_small_integers_drops_nothing():
     """A count in int8 would wrap at 128."""
     y, dropped = experts_capacity(
-        numbers(200, D), jnp.zeros((200, 1), jnp.int32), jnp.ones((200, 1)), make_experts(2), Unit("swiglu", None), 256
+        numbers(200, D), jnp.zeros((200, 1), jnp.int32), jnp.ones((200, 1)), make_experts(2), SWIGLU, 256
     )
     assert float(dropped) == 0 and bool((jnp.abs(y).max(1) > 0).all())
 
@@ -130,3 +143,62 @@ def test_counts_ignore_what_is_no_expert():
 def test_rows_of_an_expert_follow_its_share_not_the_number_of_experts():
     for e in (8, 16, 64):
         assert 4096 <= e * capacity_of(4096, e) <= 1.25 * 4096
+
+
+def over_devices(x, experts, p, w, unit, **kwargs):
+    """`dispatch` on `[8 5 ..]`: 40 tokens in 8 rows."""
+    rows = [a.reshape(8, 5, -1) for a in (x, experts, p)]
+    y, dropped = dispatch("expert_parallel", *rows, w, unit, **kwargs)
+    return y.reshape(N, D), dropped
+
+
+MESHES = [{"expert": 8}, {"data": 2, "expert": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=["expert", "mixed", "no_experts"])
+def test_devices_that_share_the_experts_give_what_one_gives(axes):
+    with use_mesh(build_mesh(axes)):
+        shared = value_and_gradients(lambda *a: over_devices(*a)[0])
+        got = {kind: shared(*inputs(*routing(kind))) for kind in KINDS}
+    for kind in KINDS:
+        same(got[kind], value_and_gradients(experts_dense)(*inputs(*routing(kind))))
+
+
+def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`lax.ragged_all_to_all` by its definition, from gathers: CPUs have none."""
+    del recv_sizes
+    me = jax.lax.axis_index(axis_name)
+    everyone = [jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
+    row = jnp.arange(output.shape[0])
+    for data, start, size, place in zip(*everyone, strict=True):
+        inside = (row >= place[me]) & (row < place[me] + size[me])
+        moved = jnp.take(data, row - place[me] + start[me], axis=0, mode="clip")
+        output = jnp.where(inside.reshape(-1, *(1,) * (data.ndim - 1)), moved, output)
+    return output
+
+
+def test_a_ragged_exchange_moves_what_the_padded_one_moves(monkeypatch):
+    monkeypatch.setattr(experts_parallel.lax, "ragged_all_to_all", ragged_by_gathering)
+    given = inputs(*routing("padding"))
+    with use_mesh(build_mesh({"expert": 4}, devices=jax.devices()[:4])):
+        got = value_and_gradients(lambda *a: over_devices(*a, exchange="ragged")[0])(*given)
+    same(got, value_and_gradients(experts_dense)(*given))
+
+
+def test_an_exchange_with_little_room_drops_and_counts():
+    """All 40 tokens of 4 devices want the expert of the first device; it has room for 3 of each device's 10."""
+    w, unit, x = make_experts(4), SWIGLU, numbers(N, D)
+    experts, one = jnp.zeros((N, 1), jnp.int32), jnp.ones((N, 1))
+    with use_mesh(build_mesh({"expert": 4}, devices=jax.devices()[:4])):
+        y, dropped = jax.jit(lambda x: over_devices(x, experts, one, w, unit, capacity_factor=1.2))(x)
+    assert float(dropped) == 28
+    kept = np.arange(N) % 10 < 3
+    np.testing.assert_array_equal(np.asarray(y)[~kept], 0)
+    same(y[kept], experts_dense(x, experts, one, w, unit)[kept])
+
+
+def test_each_platform_has_its_path():
+    assert choose("auto", 4096, 16, platform="cpu") == "sorted"
+    assert choose("auto", 4, 16, platform="cpu") == "few"
+    assert choose("auto", 4096, 16, platform="gpu") == choose("expert_parallel", 4, 16, platform="tpu") == "ragged"
+    assert choose("sorted", 4, 16, platform="gpu") == "sorted"

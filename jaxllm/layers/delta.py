@@ -35,9 +35,9 @@ class DeltaMixer(Layer, kw_only=True):
         q, k, v = silu(conv(x W_q)), silu(conv(x W_k)), silu(conv(x W_v));   q <- l2norm(q) k^-1/2;   k <- l2norm(k)
         o = delta rule(q, k, v, g(x), beta(x));   y = concat_h(norm(o_h, gate(x)_h)) W_o
 
-    conv_size: taps of the causal depthwise convolutions. chunk_size: tokens that the chunked form does at once. kernel: of whole
-    sequences and long chunks of a prompt, by name (`jaxllm.ops.delta`). allow_neg_eigval: beta in (0, 2), so that a write may turn a
-    direction of the state around (arXiv 2411.12537).
+    conv_size: taps of the causal depthwise convolutions. chunk_size: tokens that the chunked form does at once, a power of two.
+    kernel: of whole sequences and long chunks of a prompt, by name (`jaxllm.ops.delta`). allow_neg_eigval: beta in (0, 2), so that a
+    write may turn a direction of the state around (arXiv 2411.12537).
 
     Cache: the state `h k v` in fp32, `conv_size - 1` inputs of the convolutions and the projections of `draft` tokens; no size grows
     with the context.
@@ -53,6 +53,8 @@ class DeltaMixer(Layer, kw_only=True):
         for name, value in {"conv_size": self.conv_size, "chunk_size": self.chunk_size, **self.sizes_checked}.items():
             if value < 1:
                 raise UserError(f"{name}: {value} must be at least 1")
+        if self.chunk_size & (self.chunk_size - 1):
+            raise UserError(f"chunk_size: {self.chunk_size} must be a power of two")
         super().__post_init__()
 
     # ---- what a layer says of itself -----------------------------------------------------------------------------
@@ -104,6 +106,11 @@ class DeltaMixer(Layer, kw_only=True):
     def vectors(self) -> int:
         """Parameters that are no matrices: biases, norms."""
         raise NotImplementedError
+
+    @property
+    def chunk_flops(self) -> int:
+        """Of one chunk of one head."""
+        return chunk_flops(self.chunk_size, *self.state_sizes[1:], scalar=False, bounded=self.bounded)
 
     # ---- the projections of x ------------------------------------------------------------------------------------
 
@@ -292,7 +299,7 @@ class DeltaMixer(Layer, kw_only=True):
         x_weights = d * sum(_flat(shape) for shape, _ in self.projections.values())
         weights = x_weights + sum(self.inner_weights) + h * v * d
         params = weights + self.conv_size * self.channels + self.vectors
-        rule = 4 * t * h * k * v if t <= FEW else h * chunk_flops(t, k, v, self.chunk_size)
+        rule = 4 * t * h * k * v if t <= FEW else t / self.chunk_size * h * self.chunk_flops
         constant = 4 * h * k * v + (self.conv_size - 1) * self.channels * kept
         return Cost(
             flops=2 * batch * t * weights + batch * rule,

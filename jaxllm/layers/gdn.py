@@ -11,6 +11,7 @@ from jaxllm.layers.base import param
 from jaxllm.layers.delta import DeltaMixer, Shape
 from jaxllm.layers.kda import LogUniform, TimeStep
 from jaxllm.layers.norm import GatedRMSNorm
+from jaxllm.ops.delta import chunk_flops
 
 
 class GatedDeltaNet(DeltaMixer, kw_only=True):
@@ -61,6 +62,10 @@ class GatedDeltaNet(DeltaMixer, kw_only=True):
     def gate_projections(self) -> dict[str, Shape]:
         h, _, v = self.state_sizes
         return {"g": ((h, v), ("heads", "head"))}
+
+    @property
+    def chunk_flops(self) -> int:
+        return chunk_flops(self.chunk_size, *self.state_sizes[1:], scalar=True, bounded=False)
 
     @property
     def inner_weights(self) -> tuple[int, int]:

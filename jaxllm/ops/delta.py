@@ -1,20 +1,27 @@
-"""The gated delta rule of whole sequences and long chunks by any of several kernels, under one name each.
+"""The gated delta rule of whole sequences and long chunks of a prompt by any of several kernels, under one name each.
 
-| name | what it is |
-| --- | --- |
-| recurrent | token by token: the truth, and the fastest forward on CPU |
-| naive | chunks, all decays between pairs of tokens in memory |
+| name | what it is | where |
+| --- | --- | --- |
+| recurrent | token by token (`jaxllm.ops.delta_rule`): the truth; the fastest forward of a small state on CPU | anywhere |
+| naive | chunks, the decays between all pairs of tokens in memory | short sequences |
+| chunk | chunks by matrix products (`jaxllm.ops.delta_chunk`), with a backward of its own and memory linear in the length | anywhere |
+
+`auto` is `chunk`, on CPU with a forward token by token where no derivative is asked for and the state stays in the processor's cache.
 """
 
+import jax
 from jax import Array
 
 from jaxllm.errors import UserError
+from jaxllm.ops.delta_chunk import chunked
+from jaxllm.ops.delta_pairs import TILE
 from jaxllm.ops.delta_rule import chunk_naive, recurrent
 
-KERNELS = ("auto", "recurrent", "naive")
-SAFE_DECAY = (
-    -5.0
-)  # the least log-decay of a token that the sixteen tokens of a tile may have: e^80 is in the range of fp32
+KERNELS = ("auto", "recurrent", "naive", "chunk")
+SAFE_DECAY = -5.0  # the least log-decay of a token that a tile of sixteen may be factored with: see `delta_pairs.py`
+SMALL_STATE = (
+    2**19
+)  # bytes; measured on CPU: states of up to this size go faster token by token than in chunks, forward alone
 
 
 def check_delta_kernel(name: str) -> None:
@@ -35,13 +42,31 @@ def delta_rule(
     chunk: int = 64,
     bounded: bool = False,
 ) -> tuple[Array, Array]:
-    """Outputs `[b t h v]` in v's dtype and the last state, fp32 `[b h k v]`. Shapes as in `delta_rule.py`."""
-    del bounded
+    """Outputs `[b t h v]` in v's dtype and the last state, fp32 `[b h k v]`. Shapes as in `delta_rule.py`.
+
+    chunk: tokens at once, a power of two. bounded: promises that no log-decay is below `SAFE_DECAY`.
+    """
+    if kernel == "recurrent":
+        return recurrent(q, k, v, g, beta, first, state)
     if kernel == "naive":
         return chunk_naive(q, k, v, g, beta, first, state, chunk=chunk)
-    return recurrent(q, k, v, g, beta, first, state)
+    scan = kernel == "auto" and jax.default_backend() == "cpu" and state_bytes(k, v) <= SMALL_STATE
+    return chunked(q, k, v, g, beta, first, state, chunk=chunk, bounded=bounded, scan=scan)
 
 
-def chunk_flops(t: int, k: int, v: int, chunk: int) -> int:
-    """Matmul FLOPs of t tokens of one head in chunks."""
-    return 2 * t * (2 * chunk * k + chunk * v + 3 * k * v)
+def state_bytes(k: Array, v: Array) -> int:
+    """Bytes of the state of all rows and heads."""
+    return 4 * k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]
+
+
+def chunk_flops(chunk: int, k: int, v: int, *, scalar: bool, bounded: bool) -> int:
+    """Matmul FLOPs of the forward of one head and one chunk in the form of `delta_chunk.py`: about `10 C` MACs a token and width."""
+    tile = min(TILE, chunk)
+    halvings = range(tile.bit_length() - 1, chunk.bit_length() - 1)  # of pieces of two tiles and more
+    inverse = chunk * tile**2 * 2 * max(tile.bit_length() - 2, 0) + sum(chunk * 4**n for n in halvings)
+    if scalar:
+        pairs = 2 * chunk**2 * (k + 1) + chunk**3
+    else:
+        smallest = tile if bounded else 1
+        pairs = chunk * k * (2 * smallest + chunk - smallest)
+    return 2 * (pairs + inverse + chunk**2 * (k + 2 * v) + 3 * chunk * k * v)

@@ -18,8 +18,8 @@ from jax import Array, lax
 
 
 def per_channel(g: Array, k: Array) -> Array:
-    """Decays of a head as decays of its channels: `[b t h (k)]` -> `[b t h k]`."""
-    return g if g.ndim == k.ndim else jnp.broadcast_to(g[..., None], k.shape)
+    """Decays of a head as decays of its channels: `[b t h]`, `[b t h 1]` or `[b t h k]` -> `[b t h k]`."""
+    return jnp.broadcast_to(g if g.ndim == k.ndim else g[..., None], k.shape)
 
 
 def empty_state(k: Array, v: Array) -> Array:
@@ -36,30 +36,21 @@ def still(g: Array, beta: Array, valid: Array) -> tuple[Array, Array]:
 def recurrent(
     q: Array, k: Array, v: Array, g: Array, beta: Array, first: Array | None = None, state: Array | None = None
 ) -> tuple[Array, Array]:
-    """The truth, fp32: outputs `[b t h v]` in v's dtype and the state after the last token.
-
-    The products with S are sums, not dots: a dot of one row a head is a call each, and reading S is all the work there is.
-    """
-    b, t = k.shape[:2]
+    """The truth, fp32: outputs `[b t h v]` in v's dtype and the state after the last token."""
     start = empty_state(k, v) if state is None else state.astype(jnp.float32)
-    reset = jnp.zeros((b, t), bool) if first is None else first
+    decay = jnp.exp(per_channel(g.astype(jnp.float32), k))
+    if first is not None:
+        decay = jnp.where(first[:, :, None, None], 0.0, decay)
 
     def step(s: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, decay, beta, reset = x
-        s = jnp.where(reset[:, None, None, None], 0.0, s) * decay[..., None]
-        u = beta[..., None] * (v - jnp.sum(s * k[..., None], axis=2))
+        q, k, v, decay, beta = x
+        s = s * decay[..., None]
+        u = beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, s, precision=lax.Precision.HIGHEST))
         s = s + k[..., None] * u[:, :, None, :]
-        return s, jnp.sum(s * q[..., None], axis=2)
+        return s, jnp.einsum("bhk,bhkv->bhv", q, s, precision=lax.Precision.HIGHEST)
 
-    parts = (
-        q,
-        k,
-        v,
-        jnp.exp(g.astype(jnp.float32)) if g.ndim == 4 else jnp.exp(g.astype(jnp.float32))[..., None],
-        beta,
-    )
-    xs = tuple(x.astype(jnp.float32).swapaxes(0, 1) for x in parts)
-    end, out = lax.scan(step, start, (*xs, reset.T))
+    xs = tuple(x.astype(jnp.float32).swapaxes(0, 1) for x in (q, k, v, decay, beta))
+    end, out = lax.scan(step, start, xs)
     return out.swapaxes(0, 1).astype(v.dtype), end
 
 

@@ -15,8 +15,8 @@ def few_tokens(
 ) -> tuple[Array, Array]:
     """Outputs `[b n h v]` of all n tokens, in v's dtype, and the state after the first `commit [b]` of them.
 
-    Shapes as in `delta_rule.py`; state fp32 `[b h k v]`, taken as empty in rows that are `fresh`, bool `[b]`. Products of one or two rows with nothing but each other are sums: XLA would
-    make calls of them.
+    Shapes as in `delta_rule.py`; state fp32 `[b h k v]`, taken as empty in rows that are `fresh`, bool `[b]`. Products of one or two rows
+    with nothing but each other are sums: XLA would make calls of them.
     """
     n, dtype = k.shape[1], v.dtype
     g = g if g.ndim == 4 else g[..., None]

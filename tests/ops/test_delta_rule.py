@@ -1,12 +1,20 @@
 """The gated delta rule: its recurrence on numbers worked out by hand, and every form of it against the recurrence."""
 
+import functools
+
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.ops import delta_chunk
+from jaxllm.ops.delta import chunk_flops, delta_rule
+from jaxllm.ops.delta_chunk import chunked, inverse
 from jaxllm.ops.delta_rule import chunk_naive, recurrent, still
 from jaxllm.ops.delta_step import few_tokens
+
+FORMS = [jax.jit(form) for form in (recurrent, chunk_naive, functools.partial(chunked, chunk=4))]
 
 
 def inputs(seed=0, *, b=2, t=13, h=3, k=6, v=5, least=-2.0, scalar=False):
@@ -46,7 +54,7 @@ def test_decay_comes_before_the_prediction_and_the_output_after_the_write():
     k = jnp.array([[[[1.0, 0.0]], [[0.6, 0.8]]]])
     v = jnp.array([[[[2.0, 3.0]], [[1.0, -1.0]]]])
     g, beta = jnp.log(jnp.array([[[[0.9, 0.5]], [[0.9, 0.5]]]])), jnp.array([[[0.5], [0.25]]])
-    for form in (recurrent, chunk_naive):
+    for form in FORMS:
         out, state = form(jnp.ones_like(k), k, v, g, beta)
         np.testing.assert_allclose(state[0, 0], [[0.969, 1.0785], [0.092, -0.362]], atol=1e-6)
         np.testing.assert_allclose(out[0, 1, 0], [1.061, 0.7165], atol=1e-6)
@@ -59,8 +67,8 @@ def test_forms_agree_with_a_recurrence_in_float64(scalar):
     first[0, [4, 5, 11]] = True
     state = np.random.default_rng(1).standard_normal((2, 3, 6, 5)).astype(np.float32)
     want, states = oracle(*parts, first, state)
-    for form in (recurrent, *(lambda *a, c=c: chunk_naive(*a, chunk=c) for c in range(1, 6))):
-        out, end = form(*parts, first, state)
+    for form in (recurrent, *(functools.partial(chunk_naive, chunk=c) for c in (1, 3, 5))):
+        out, end = jax.jit(form)(*parts, first, state)
         np.testing.assert_allclose(out, want, atol=2e-6)
         np.testing.assert_allclose(end, states[-1], atol=2e-6)
 
@@ -83,7 +91,7 @@ def test_padding_leaves_no_trace():
     valid = np.arange(13)[None] < np.array([[13], [6]])
     g, beta = still(*parts[3:], jnp.asarray(valid))
     _, states = oracle(*parts)
-    for form in (recurrent, chunk_naive):
+    for form in FORMS:
         _, end = form(*parts[:3], g, beta)
         np.testing.assert_allclose(end, states[[13, 6], [0, 1]], atol=2e-6)
 
@@ -91,7 +99,7 @@ def test_padding_leaves_no_trace():
 def test_no_write_leaves_only_decay():
     parts = inputs()
     state = np.random.default_rng(1).standard_normal((2, 3, 6, 5)).astype(np.float32)
-    for form in (recurrent, chunk_naive):
+    for form in FORMS:
         _, end = form(*parts[:4], np.zeros_like(parts[4]), state=state)
         np.testing.assert_allclose(end, np.exp(parts[3].sum(1))[..., None] * state, atol=1e-6)
 
@@ -100,8 +108,106 @@ def test_without_decay_orthonormal_keys_are_an_exact_store():
     keys = np.eye(6, dtype=np.float32)[None, :, None]
     values = np.random.default_rng(0).standard_normal((1, 6, 1, 5)).astype(np.float32)
     again = np.concatenate([values, 2 * values], axis=1)  # written over: the second write replaces the first
-    for form in (recurrent, chunk_naive):
+    for form in FORMS:
         twice = np.concatenate([keys, keys], axis=1)
         out, state = form(twice, twice, again, np.zeros((1, 12, 1, 6), np.float32), np.ones((1, 12, 1), np.float32))
         np.testing.assert_allclose(state[0, 0], 2 * values[0, :, 0], atol=1e-6)
         np.testing.assert_allclose(out, again, atol=1e-6)
+
+
+# ---- the fast chunked form ---------------------------------------------------------------------------------------
+
+CASES = {  # chunk, tokens, least log-decay, one decay a head?, chunks worked on at once
+    "C1": (1, 5, -2.0, False, 64),
+    "C16-bounded": (16, 40, -5.0, False, 2),
+    "C64": (64, 70, -2.0, False, 64),
+    "C16-softplus": (16, 40, -300.0, False, 64),
+    "C16-head": (16, 40, -30.0, True, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_are_the_recurrence_with_every_gradient(case, monkeypatch):
+    """Documents end inside chunks and at their edges; the state goes in and out; more than one block of chunks."""
+    chunk, t, least, scalar, block = CASES[case]
+    monkeypatch.setattr(delta_chunk, "BLOCK", block)
+    rng = np.random.default_rng(2)
+    parts = inputs(t=t, h=1, least=least, scalar=scalar)
+    if least == -5.0:
+        parts[3][:, 8:30] = -5.0  # the strongest decay there is, tile after tile
+    first = np.zeros((2, t), bool)
+    first[1, [0, 2, 3, min(16, t - 2), t - 1]] = True
+    state = rng.standard_normal((2, 1, 6, 5)).astype(np.float32)
+    weights = rng.standard_normal((2, t, 1, 5)).astype(np.float32), rng.standard_normal(state.shape).astype(np.float32)
+
+    def run(form):
+        def loss(parts, state):
+            out, end = form(*parts, first, state)
+            return jnp.sum(out * weights[0]) + jnp.sum(end * weights[1]), (out, end)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(parts, state)
+
+    fast = functools.partial(chunked, chunk=chunk, bounded=least >= -5.0)
+    ((_, got), got_grads), ((_, want), want_grads) = run(fast), run(recurrent)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6)
+    for a, b in zip(jax.tree.leaves(got_grads), jax.tree.leaves(want_grads), strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_one_decay_for_all_channels_is_gated_deltanet():
+    parts = inputs(t=20, scalar=True)
+    wide = (*parts[:3], np.broadcast_to(parts[3][..., None], parts[1].shape), parts[4])
+    for a, b in zip(FORMS[2](*wide), FORMS[2](*parts), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1, 8, 64])
+def test_inverse_by_tiles(size):
+    lower = np.tril(np.random.default_rng(0).uniform(-1, 1, (3, size, size)) * 0.3, -1)
+    np.testing.assert_allclose(
+        inverse(jnp.asarray(lower, jnp.float32)) @ (np.eye(size) + lower), np.tile(np.eye(size), (3, 1, 1)), atol=3e-5
+    )
+
+
+def test_halves_in_bfloat16_and_the_state_in_float32():
+    parts = tuple(jnp.asarray(x, jnp.bfloat16) for x in inputs(t=48, least=-5.0))
+    want, _ = FORMS[0](*(x.astype(jnp.float32) for x in parts))
+
+    @jax.jit
+    def run(*parts):
+        (out, state), pull = jax.vjp(functools.partial(chunked, chunk=16, bounded=True), *parts)
+        return out, state, pull((out, state))
+
+    out, state, grads = run(*parts)
+    assert out.dtype == jnp.bfloat16 and state.dtype == jnp.float32
+    np.testing.assert_allclose(out.astype(np.float32), want, atol=2**-8 * np.abs(want).max())  # one rounding
+    for grad in grads:
+        assert grad.dtype == jnp.bfloat16 and np.isfinite(grad.astype(np.float32)).all()
+
+
+def shapes(t, h=2, k=64):
+    x, row = jax.ShapeDtypeStruct((1, t, h, k), jnp.float32), jax.ShapeDtypeStruct((1, t, h), jnp.float32)
+    return x, x, x, x, row
+
+
+def test_memory_grows_with_the_length_and_no_faster():
+    """No `[n, n]`, no decays between all pairs `[n/C, C, C, k]`: that alone would be 64 times the inputs at C = 64."""
+
+    def peak(form, t):
+        loss = jax.jit(jax.grad(lambda *parts: jnp.sum(form(*parts)[0]), argnums=range(5)))
+        return loss.lower(*shapes(t)).compile().memory_analysis().temp_size_in_bytes
+
+    size = {t: peak(chunked, t) for t in (8192, 16384)}
+    given = 4 * 16384 * 2 * 64 * 4
+    assert size[16384] < 2.1 * size[8192]
+    assert size[16384] < 8 * given
+
+
+@pytest.mark.parametrize(("scalar", "bounded"), [(False, True), (False, False), (True, False)])
+def test_the_cost_formula_counts_the_products(scalar, bounded):
+    x, _, _, g, row = shapes(128, h=1, k=8)
+    args = (x, x, x, row if scalar else g, row)
+    jaxpr = jax.make_jaxpr(functools.partial(delta_rule, kernel="chunk", chunk=64, bounded=bounded))(*args)
+    assert contract.dot_flops(jaxpr.jaxpr) == 2 * chunk_flops(64, 8, 8, scalar=scalar, bounded=bounded)

@@ -147,6 +147,55 @@ class RecurrentCache:
         )
 
 
+def recent_slots(tokens: int, draft: int) -> int:
+    """Slots of a ring that keeps the last `tokens` committed tokens while `draft` more may be rejected."""
+    return max(tokens + draft, 1)
+
+
+def read_recent(ring: Array, lengths: Array, tokens: int) -> Array:
+    """The last `tokens` before `lengths [b]` in order, `[b tokens w]`, of a ring `[b R w]` in which position p lies at p mod R.
+
+    Positions below 0 give any row. A tentative token took the slot of none that is read here: R is at least `tokens` plus the drafts.
+    """
+    slots = (lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)) % ring.shape[1]
+    return jnp.take_along_axis(ring, slots[..., None], axis=1)
+
+
+def write_recent(ring: Array, update: Array, positions: Array, valid: Array, end: Array) -> Array:
+    """Put the tokens `update [b t w]` at `positions [b t]` into a ring, of more than it holds the newest; the last is before `end [b]`."""
+    size = ring.shape[1]
+    return write(ring, update[:, None], positions % size, valid & (positions >= end[:, None] - size))
+
+
+@struct.dataclass
+class CompressedCache:
+    """Compressed attention's state of a row (DeepSeek-V4, CSA and HCA).
+
+    window: keys of the newest tokens, a ring `[b, R, k]`. recent: what the next windows will be pooled of, a ring `[b, Q, w]`. entries:
+    `[b, s // m, k]`, that of window w at index w. index: keys of an indexer beside them, `[b, s // m, i]`. Fields that a layer has no
+    use for are None.
+    """
+
+    window: Array
+    recent: Array | None
+    entries: Array | None
+    index: Array | None
+
+
+@struct.dataclass
+class PooledCache:
+    """What a mixer caches by itself, `held`; an indexer's keys of pools of tokens, `index [b, s // m, k]`; and what the next pools will
+    be made of, a ring `recent [b, R, w]`."""
+
+    held: "KVCache | LatentCache"
+    index: Array
+    recent: Array
+
+    @property
+    def capacity(self) -> int:
+        return self.held.capacity
+
+
 def check_capacity(capacity: int, lengths: Any, new: Any) -> None:
     """Refuse, on the host, a call that would write past the end. `lengths` and `new` are integers or host arrays."""
     end = int((np.asarray(lengths) + np.asarray(new)).max())

@@ -138,7 +138,7 @@ def attend_masked(
         return out.transpose(0, 3, 1, 2, 4).reshape(b, c, h, -1).astype(q.dtype), mass
 
     if not causal:
-        return by_queries(lambda part: block(*part, k, v), (q, index), max(1, size // (b * h * s)))
+        return by_queries(lambda part: block(part[0], part[1], k, v), (q, index), max(1, size // (b * h * s)))
     n = causal_blocks(t)
     parts = []
     for j in range(n):

@@ -54,7 +54,8 @@ def _chosen(values: Array, index: Array, top_k: int) -> Array:
 
 def top_k_naive(scores: Array, seen: Array, top_k: int) -> Array:
     """The truth, and the choice from scores that exist: of `scores, seen [b t s]` the `top_k` best, int32 `[b t top_k]`."""
-    return _chosen(*lax.top_k(_ranked(scores, seen), min(top_k, scores.shape[-1])), top_k)
+    values, index = lax.top_k(_ranked(scores, seen), min(top_k, scores.shape[-1]))
+    return _chosen(values, index, top_k)
 
 
 def select(
@@ -111,6 +112,7 @@ def _by_blocks(
 
         start = jnp.full((b, c, top_k), -jnp.inf), jnp.full((b, c, top_k), EMPTY, jnp.int32)
         count = (jnp.max(reach_c) + size - 1) // size
-        return _chosen(*lax.fori_loop(0, jnp.minimum(count, -(-s // size)), meet, start), top_k)
+        values, places = lax.fori_loop(0, jnp.minimum(count, -(-s // size)), meet, start)
+        return _chosen(values, places, top_k)
 
     return jnp.moveaxis(lax.map(one, parts), 0, 1).reshape(b, -1, top_k)[:, :t]

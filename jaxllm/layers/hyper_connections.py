@@ -2,7 +2,7 @@
 
 For streams X `[n d]` of a token, at each site f (a mixer or an ffn, norm included):
 
-    h = [h_pre, h_post, h_comb] = RMS(flatten X) F                 RMS without a weight, F [n d, n + n + n n]
+    h = [h_pre, h_post, h_comb] = F RMS(flatten X)                 RMS without a weight, F [n + n + n n, n d]
     pre = sigmoid(s_0 h_pre + b_pre) + eps      post = 2 sigmoid(s_1 h_post + b_post)
     C = sinkhorn(s_2 h_comb + b_comb)           columns sum to 1
     X'_k = post_k f(sum_i pre_i X_i) + sum_j C_jk X_j
@@ -52,8 +52,8 @@ class HyperConnections(Residual, kw_only=True):
     """R is `[b t n d]`.
 
     streams: n. sinkhorn_iterations: normalisations of the columns. hc_eps: added where the equations say so, and to every divisor.
-    ends: how streams become one before the final norm, `weighted` or `mean`. Parameters of a site: `fn [n d m]`, `base [m]`,
-    `gains [3]` (the s of the equations) with m = n (2 + n), in the order pre, post, C by rows; of the end: `fn [n d n]`, `base [n]`,
+    ends: how streams become one before the final norm, `weighted` or `mean`. Parameters of a site: `fn [m n d]`, `base [m]`,
+    `gains [3]` (the s of the equations) with m = n (2 + n), in the order pre, post, C by rows; of the end: `fn [n n d]`, `base [n]`,
     `gains [1]`.
     """
 
@@ -84,7 +84,7 @@ class HyperConnections(Residual, kw_only=True):
 
     def _declare(self, m: int, gains: int, base: Initializer) -> None:
         n, d = self.streams, self.d_model
-        self.fn = param(self, "fn", fan_in(n * d), (n, d, m), (None, "embed", None))
+        self.fn = param(self, "fn", fan_in(n * d), (m, n, d), (None, None, "embed"))
         self.base = param(self, "base", base, (m,), (None,))
         self.gains = param(self, "gains", Constant(DYNAMIC), (gains,), (None,))
 
@@ -94,12 +94,12 @@ class HyperConnections(Residual, kw_only=True):
 
     def read(self, R: Array) -> Array:
         n = self.streams
-        x = collapse(R, self.fn[..., :n], self.base[:n], self.gains[0], self.hc_eps, self.norm_eps)
+        x = collapse(R, self.fn[:n], self.base[:n], self.gains[0], self.hc_eps, self.norm_eps)
         return shard(x, "batch", "length", "act_embed")
 
     def write(self, R: Array, y: Array) -> Array:
         n = self.streams
-        weights = (self.fn[..., n:], self.base[n:], self.gains[1:])
+        weights = (self.fn[n:], self.base[n:], self.gains[1:])
         R = expand(R, y, *weights, self.sinkhorn_iterations, self.hc_eps, self.norm_eps)
         return shard(R, "batch", "length", None, "act_embed")
 

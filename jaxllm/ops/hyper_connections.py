@@ -45,10 +45,62 @@ def sinkhorn(logits: Array, iterations: int = 20, eps: float = 1e-6) -> Array:
 
 def _project(streams: Array, fn: Array, norm_eps: float) -> Array:
     """`RMS(flatten X) F`, `[m b t]` fp32. The norm is one number a token, so it may follow the product."""
-    x = streams.astype(jnp.float32)
-    r = lax.rsqrt(jnp.mean(x * x, axis=(2, 3)) + norm_eps)
-    h = jnp.einsum("btnd,ndm->btm", x, fn.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    return jnp.moveaxis(h * r[..., None], -1, 0)
+    b, t, n, d = streams.shape
+    x = streams.reshape(b * t, n * d).astype(jnp.float32)
+    r = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm_eps)
+    # Outputs first, so that the weight's gradient is a product without a transposed wide operand.
+    h = jnp.einsum("tc,mc->tm", x, fn.reshape(-1, n * d).astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    return (h * r).T.reshape(-1, b, t)
+
+
+def weigh_naive(w: Array, streams: Array) -> Array:
+    """The truth: `sum_i w_i X_i`."""
+    return jnp.einsum("nbt,btnd->btd", w, streams.astype(jnp.float32)).astype(streams.dtype)
+
+
+@jax.custom_vjp
+def weigh(w: Array, streams: Array) -> Array:
+    """`weigh_naive`; autodiff would pad every stream's gradient to the size of all of them."""
+    return functools.reduce(operator.add, (wi[..., None] * streams[:, :, i] for i, wi in enumerate(w))).astype(
+        streams.dtype
+    )
+
+
+def _weigh_backward(saved: tuple[Array, Array], dx: Array) -> tuple[Array, Array]:
+    w, streams = saved
+    dw = jnp.einsum("btd,btnd->nbt", dx, streams, preferred_element_type=jnp.float32)
+    return dw, (jnp.moveaxis(w, 0, -1)[..., None] * dx[:, :, None]).astype(streams.dtype)
+
+
+weigh.defvjp(lambda w, streams: (weigh(w, streams), (w, streams)), _weigh_backward)
+
+
+def mix_naive(streams: Array, y: Array, post: Array, comb: Array) -> Array:
+    """The truth: `X'_k = post_k y + sum_j C_jk X_j`, with the weights rounded to the streams' dtype."""
+    post, comb = post.astype(streams.dtype), comb.astype(streams.dtype)
+    return jnp.einsum("kbt,btd->btkd", post, y) + jnp.einsum("jkbt,btjd->btkd", comb, streams)
+
+
+def _over(w: Array, streams: Array) -> Array:
+    """`sum_j W_jk X_j` by n fused additions: n x n products of a token each would be called one by one."""
+    w = jnp.moveaxis(w, (0, 1), (2, 3))[..., None].astype(streams.dtype)  # [b t j k 1]
+    return functools.reduce(operator.add, (w[:, :, j] * streams[:, :, j, None] for j in range(streams.shape[2])))
+
+
+@jax.custom_vjp
+def mix(streams: Array, y: Array, post: Array, comb: Array) -> Array:
+    """`mix_naive`: streams `[b t n d]`, y `[b t d]`, post `[n b t]` and comb `[n n b t]` fp32."""
+    return jnp.moveaxis(post, 0, -1)[..., None].astype(streams.dtype) * y[:, :, None] + _over(comb, streams)
+
+
+def _mix_backward(saved: tuple[Array, Array, Array, Array], dx: Array) -> tuple[Array, Array, Array, Array]:
+    streams, y, post, comb = saved
+    dpost = jnp.einsum("btd,btkd->kbt", y, dx, preferred_element_type=jnp.float32)
+    dcomb = jnp.einsum("btjd,btkd->jkbt", streams, dx, preferred_element_type=jnp.float32)
+    return _over(comb.swapaxes(0, 1), dx), weigh(post, dx).astype(y.dtype), dpost, dcomb
+
+
+mix.defvjp(lambda *args: (mix(*args), args), _mix_backward)
 
 
 def _affine(h: Array, scale: Array, base: Array) -> Array:
@@ -57,22 +109,18 @@ def _affine(h: Array, scale: Array, base: Array) -> Array:
 
 @functools.partial(_remade, static_argnums=(4, 5))
 def collapse(streams: Array, fn: Array, base: Array, scale: Array, eps: float, norm_eps: float) -> Array:
-    """`sum_i pre_i X_i`, `[b t d]`, from the columns of F for `pre`: fn `[n d n]`, base `[n]`, scale a scalar."""
+    """`sum_i pre_i X_i`, `[b t d]`, from the columns of F for `pre`: fn `[n n d]`, base `[n]`, scale a scalar."""
     pre = jax.nn.sigmoid(_affine(_project(streams, fn, norm_eps), scale, base)) + eps
-    mixed = functools.reduce(operator.add, (w[..., None] * streams[:, :, i] for i, w in enumerate(pre)))
-    return mixed.astype(streams.dtype)
+    return weigh(pre, streams)
 
 
 @functools.partial(_remade, static_argnums=(5, 6, 7))
 def expand(
     streams: Array, y: Array, fn: Array, base: Array, scales: Array, iterations: int, eps: float, norm_eps: float
 ) -> Array:
-    """`X'_k = post_k y + sum_j C_jk X_j`, from the columns of F for `post` and C: fn `[n d n + n n]`, scales `[2]`."""
+    """`X'_k = post_k y + sum_j C_jk X_j`, from the columns of F for `post` and C: fn `[n + n n, n, d]`, scales `[2]`."""
     n = streams.shape[2]
     h = _project(streams, fn, norm_eps)
     post = 2 * jax.nn.sigmoid(_affine(h[:n], scales[0], base[:n]))
-    mix = sinkhorn(_affine(h[n:], scales[1], base[n:]).reshape(n, n, *h.shape[1:]), iterations, eps)
-    post, mix = (
-        jnp.moveaxis(w, -3, -1)[..., None].astype(streams.dtype) for w in (post, mix)
-    )  # [b t k 1], [j b t k 1]
-    return functools.reduce(operator.add, (mix[j] * streams[:, :, j, None] for j in range(n)), post * y[:, :, None])
+    comb = sinkhorn(_affine(h[n:], scales[1], base[n:]).reshape(n, n, *h.shape[1:]), iterations, eps)
+    return mix(streams, y, post, comb)

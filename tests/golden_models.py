@@ -22,7 +22,7 @@ from jaxllm.weights.tokenizer_files import hf_files
 GOLDEN = Path(__file__).resolve().parent / "golden"
 NAMES = sorted(p.parent.name for p in GOLDEN.glob("*/reference.json"))
 # Of these the gradients too; between them they have every kind of layer that families bring.
-GRADIENTS = ["gpt2", "gemma2", "deepseek_v3", "qwen2_moe", "gpt_oss"]
+GRADIENTS = ["gpt2", "gemma2", "deepseek_v3", "gpt_oss", "kimi_linear", "qwen3_next"]
 PROMPT = 8  # tokens before the greedy ones
 WIDTH = 6  # tokens of a call with a cache
 
@@ -79,8 +79,12 @@ def whole(name):
 
 @functools.cache
 def trained(name):
-    """(logits, hidden, loss, gradients) through the loss that training uses, of the first two rows."""
+    """(logits, hidden, loss, gradients) through the loss that training uses, of the first two rows. Linear attention runs in chunks
+    that a row has three of; calls with a cache run it token by token."""
     _, model, params = loaded(name)
+    if "linear" in model.mixers:
+        chunked = functools.partial(model.mixers["linear"], kernel="chunk", chunk_size=8)
+        model = model.clone(mixers={**model.mixers, "linear": chunked})
     tokens, segments = rows(name)
     batch = shifted(tokens)
     batch["weights"] = batch["weights"].at[2:].set(0.0)

@@ -7,7 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxllm.errors import UserError
+from jaxllm.layers.gdn import GatedDeltaNet
 from jaxllm.layers.gqa import GQA
+from jaxllm.layers.kda import KDA
 from jaxllm.layers.mla import MLA
 from jaxllm.layers.mlp import MLP
 from jaxllm.layers.moe import MoE
@@ -16,10 +18,10 @@ from jaxllm.params import declare
 from jaxllm.weights.compare import differences
 from jaxllm.weights.config_json import ConfigJson
 from jaxllm.weights.families import BY_TYPE, FAMILIES
-from jaxllm.weights.family import Differs, Family, NoPlace, Placed, plan
+from jaxllm.weights.family import Differs, Family, NoClass, NoPlace, Placed, plan
 from jaxllm.weights.load import build
 
-KNOWN = (GQA, MLA, MLP, MoE)
+KNOWN = (GQA, MLA, KDA, GatedDeltaNet, MLP, MoE)
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,11 @@ def choose(model: LanguageModel, original: Mapping[str, Any] | None = None) -> C
 
 
 def _distance(reasons: NoPlace) -> int:
-    """Fields that differ; a family that refuses a model before they are compared is as far as ten of them."""
-    return len(reasons.args) if isinstance(reasons, Differs) else 10
+    """Fields that differ, whatever the number of layers they differ in; a family that refuses a model before they are compared is as far
+    as ten of them, and one without a class for some of its layers farther."""
+    if isinstance(reasons, Differs):
+        return len({reason.partition(":")[0].rpartition(", ")[2] for reason in reasons.args})
+    return 20 if isinstance(reasons, NoClass) else 10
 
 
 def _try(family: Family, model: LanguageModel, original: Mapping[str, Any] | None, folded: bool) -> Choice:

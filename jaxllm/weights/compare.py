@@ -6,7 +6,10 @@ from typing import Any
 
 import flax.linen as nn
 
+from jaxllm.layers.dsa import DSA
+from jaxllm.layers.gdn import GatedDeltaNet
 from jaxllm.layers.gqa import GQA
+from jaxllm.layers.kda import KDA
 from jaxllm.layers.mla import MLA
 from jaxllm.layers.mlp import MLP
 from jaxllm.layers.moe import MoE
@@ -27,7 +30,7 @@ TOP = (
 )
 # Of a layer: where it stands, how it runs and how it is trained, not what it computes.
 ASIDE = {"parent", "name", "dtype", "param_dtype", "d_model", "kernel", "site", "chunk_size", "dispatch", "capacity_factor",
-         "switch_loss", "sequence_loss", "z_loss", "jitter", "bias_rate", "balance", "router_dtype"}  # fmt: skip
+         "switch_loss", "sequence_loss", "z_loss", "served", "gather", "jitter", "bias_rate", "balance", "router_dtype"}  # fmt: skip
 
 
 def differences(one: LanguageModel, other: LanguageModel) -> list[str]:
@@ -89,7 +92,16 @@ def _resolved(layer: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(layer, MLA):
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         eps = layer.norm_eps if layer.latent_norm_eps is None else layer.latent_norm_eps
-        return {**dict(zip(names, layer.sizes, strict=True)), "scale": layer.score_scale, "latent_norm_eps": eps}
+        index = {"index_head_dim": layer.index_width} if isinstance(layer, DSA) else {}
+        sizes = dict(zip(names, layer.sizes, strict=True))
+        return {**sizes, **index, "scale": layer.score_scale, "latent_norm_eps": eps}
+    if isinstance(layer, KDA):
+        _, k, v = layer.state_sizes
+        sizes = {"head_dim": k, "value_dim": v, "gate_rank": layer.decay_rank, "output_gate_rank": layer.out_rank}
+        return sizes | ({} if layer.bounded else {"gate_lower_bound": _ABSENT})
+    if isinstance(layer, GatedDeltaNet):
+        _, k, v = layer.state_sizes
+        return {"num_k_heads": layer.key_heads, "head_k_dim": k, "head_v_dim": v}
     if isinstance(layer, MoE):
         shared = (layer.d_shared or layer.shared_experts * layer.d_expert) if layer.shared_experts else 0
         return {"router": layer.router_layer(), "shared_experts": int(shared > 0), "d_shared": shared}

@@ -43,6 +43,15 @@ class ConfigJson:
     def error(self, text: str) -> UserError:
         return UserError(f"{self.where}: config.json: {text}")
 
+    def rename(self, spellings: dict[str, str]) -> None:
+        """Read other spellings of keys as their usual ones. A file that has both must mean the same by them."""
+        for key, usual in spellings.items():
+            if key in self.config:
+                value = self.config[key]
+                if self.config.get(usual, value) != value:
+                    raise self.error(f"{key}={value!r} and {usual}={self.config[usual]!r} contradict each other")
+                self.config = {**{k: v for k, v in self.config.items() if k != key}, usual: value}
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default where it is absent."""
         self._read.add(key)

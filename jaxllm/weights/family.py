@@ -25,11 +25,13 @@ class Rule:
     `{e}` the expert, where each has a tensor of its own: then it holds one entry of the first axis of ours.
 
     Several rules for the same parameters are layouts: the first is written, and reading takes the one whose tensors are there.
+    beside: it speaks of layers alone that have this parameter too, where layers of two kinds have some of one name.
     """
 
     ours: tuple[str, ...]
     theirs: str
     form: Form
+    beside: str = ""
 
     @property
     def of_layer(self) -> bool:
@@ -41,6 +43,8 @@ class Rule:
 
     def fits(self, boxes: Mapping[str, Declared]) -> bool:
         """Whether it speaks of these parameters: those of experts have the names of a dense layer's, and one axis more."""
+        if self.beside and self.beside not in boxes:
+            return False
         of_experts = self.of_expert or isinstance(self.form, Experts)
         return all(name in boxes and ("expert" in boxes[name].names) == of_experts for name in self.ours)
 
@@ -51,7 +55,7 @@ class Family:
 
     prefix: of the names of the backbone's tensors; files of the backbone alone come without it. ignore: regular expressions of
     tensors that hold nothing a model learns (tables of angles or masks that old versions saved). aside: such expressions by
-    config.json, of tensors that the model itself does not run (draft layers).
+    config.json, of tensors that the model itself does not run (draft layers). by_size: rules whose form depends on the model's sizes.
     """
 
     model_types: tuple[str, ...]
@@ -62,10 +66,15 @@ class Family:
     prefix: str = "model."
     ignore: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     aside: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
+    by_size: Callable[[LanguageModel], tuple[Rule, ...]] = lambda model: ()
 
 
 class NoPlace(Exception):
     """A model that a family cannot hold; each argument says one thing that is in the way."""
+
+
+class NoClass(NoPlace):
+    """A model with layers of a kind that a family does not have."""
 
 
 class Differs(NoPlace):
@@ -130,7 +139,7 @@ def _match(
 ) -> list[Placed]:
     left, found = set(inside), list[Placed]()
     here = {name: boxes[stem + name] for name in inside}
-    rules = [rule for rule in family.rules if rule.of_layer == stacked]
+    rules = [rule for rule in (*family.by_size(model), *family.rules) if rule.of_layer == stacked]
     if there is not None:  # rules whose tensors are there come first; the others then name what is missing
         rules.sort(key=lambda rule: rule.theirs.format(i=numbers[0], e=0) not in there)
     for rule in rules:

@@ -135,6 +135,62 @@ class PerHead:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """Several Linears in one `[out, in]`, group by group: `groups` heads, and of each the outputs of the first of ours, of the second, ...
+
+    Qwen3-Next holds the queries and gates of an attention head so, and all that a key head of its linear attention reads.
+    """
+
+    groups: int
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        return sum(math.prod(shape[1:]) for shape in ours), ours[0][0]
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        sizes = [math.prod(shape[1:]) // self.groups for shape in ours]
+        rows = np.split(tensor.reshape(self.groups, -1, tensor.shape[1]), np.cumsum(sizes)[:-1], axis=1)
+        return [part.reshape(-1, tensor.shape[1]).T.reshape(shape) for part, shape in zip(rows, ours, strict=True)]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        d = arrays[0].shape[0]
+        rows = [array.reshape(d, -1).T.reshape(self.groups, -1, d) for array in arrays]
+        return np.concatenate(rows, axis=1).reshape(-1, d)
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Depthwise convolutions, one after the other, `[c 1 n]`; ours are `[n h k]`, the last tap on the current token in both."""
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        return sum(math.prod(shape[1:]) for shape in ours), 1, ours[0][0]
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        ends = np.cumsum([math.prod(shape[1:]) for shape in ours])[:-1]
+        parts = np.split(tensor[:, 0], ends)
+        return [part.T.reshape(shape) for part, shape in zip(parts, ours, strict=True)]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([array.reshape(array.shape[0], -1).T for array in arrays])[:, None]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A vector with axes of size 1 around it."""
+
+    before: int
+    after: int
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        return (*(1,) * self.before, *ours[0], *(1,) * self.after)
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensor.reshape(ours[0])]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return arrays[0].reshape(self.shape([arrays[0].shape]))
+
+
+@dataclass(frozen=True)
 class Experts:
     """All experts in one tensor, several of ours side by side: `[e i o]` as `[e (o..) i]`, and biases `[e o]` as `[e (o..)]`.
 

@@ -33,7 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 HERE = Path(__file__).resolve().parent
 SEED, VOCAB, ROWS, LENGTH, PROMPT, NEW, LEFT = 7, 64, 2, 24, 8, 16, 9
 # Of models for which SEED brings a token close to another choice of experts.
-SEEDS = dict(mixtral=12, qwen2_moe=9, qwen3_moe=8, deepseek_v2=12, deepseek_v2_groups=15)
+SEEDS = dict(deepseek_v32=8, mixtral=12, qwen2_moe=9, qwen3_moe=13, deepseek_v2_groups=15, kimi_linear=9, qwen3_next=9)
 MARGIN = 3e-4
 
 SHARED = dict(
@@ -50,6 +50,7 @@ SHARED = dict(
 )
 MLA = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 EXPERTS = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=8)
+INDEXER = dict(index_topk=5, index_n_heads=16, index_head_dim=8)  # so many heads, that no score is 0 and none ties
 DEEPSEEK = dict(**MLA, **EXPERTS, first_k_dense_replace=1)
 
 
@@ -84,21 +85,36 @@ MODELS = {
     "mixtral": ("mixtral", dict(intermediate_size=16, num_local_experts=4, num_experts_per_tok=2)),
     "qwen2_moe": ("qwen2_moe", dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, decoder_sparse_step=2,
                                     shared_expert_intermediate_size=20, use_sliding_window=True, sliding_window=6, max_window_layers=1)),
-    "qwen3_moe": ("qwen3_moe", dict(head_dim=12, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=8, norm_topk_prob=True,
-                                    mlp_only_layers=[0])),
+    "qwen3_moe": ("qwen3_moe", dict(head_dim=12, intermediate_size=40, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=8,
+                                    norm_topk_prob=True, mlp_only_layers=[0])),
     "gpt_oss": ("gpt_oss", dict(
         head_dim=12, sliding_window=5, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2, swiglu_limit=0.9, **rope(
             "yarn", factor=4.0, truncate=False, original_max_position_embeddings=16, rope_theta=500.0))),
-    "deepseek_v2": ("deepseek_v2", dict(**DEEPSEEK, q_lora_rank=None, n_shared_experts=2, topk_method="greedy", routed_scaling_factor=1.5)),
+    "deepseek_v2": ("deepseek_v2", dict(
+        **DEEPSEEK, q_lora_rank=None, intermediate_size=40, n_shared_experts=2, topk_method="greedy", routed_scaling_factor=1.5)),
     "deepseek_v2_groups": ("deepseek_v2", dict(
         **DEEPSEEK, q_lora_rank=10, n_shared_experts=1, topk_method="group_limited_greedy", n_group=4, topk_group=2,
         routed_scaling_factor=4.0)),
     "deepseek_v3": ("deepseek_v3", dict(
         **DEEPSEEK, q_lora_rank=10, n_shared_experts=1, n_group=4, topk_group=2, num_mtp_layers=0, **rope(
             "yarn", factor=4.0, mscale=0.707, mscale_all_dim=1.0, original_max_position_embeddings=16, rope_theta=500.0))),
+    "deepseek_v32": ("deepseek_v32", dict(
+        **DEEPSEEK, **INDEXER, q_lora_rank=10, n_shared_experts=1, n_group=4, topk_group=2, num_hidden_layers=2)),
+    "glm_moe_dsa": ("glm_moe_dsa", dict(
+        **DEEPSEEK, **INDEXER, q_lora_rank=10, n_shared_experts=1, n_group=1, topk_group=1, num_hidden_layers=4,
+        indexer_types=["full", "shared", "shared", "full"], mlp_layer_types=["dense", "sparse", "dense", "sparse"])),
     "mimo_v2_flash": ("mimo_v2_flash", dict(
         **EXPERTS, head_dim=12, v_head_dim=6, sliding_window=6, num_key_value_heads=1, routed_scaling_factor=1.3,
         layer_types=["full_attention", "sliding_attention"])),
+    "kimi_linear": ("kimi_linear", dict(
+        **MLA, q_lora_rank=None, num_experts=6, num_experts_per_token=3, num_shared_experts=1, moe_intermediate_size=8,
+        routed_scaling_factor=1.7, linear_head_dim=8, linear_num_heads=3, linear_conv_kernel_dim=4,
+        layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"])),
+    "qwen3_next": ("qwen3_next", dict(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        shared_expert_intermediate_size=12,
+        linear_key_head_dim=8, linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4,
+        layer_types=["linear_attention", "full_attention"])),
 }  # fmt: skip
 
 
@@ -112,7 +128,9 @@ def draw(model: torch.nn.Module, seed: int) -> None:
                 continue
             seen.add(p.data_ptr())
             noise = torch.randn(p.shape, generator=generator)
-            if "embed" in name or "wte" in name or "wpe" in name:
+            if name.endswith("A_log"):  # decays near 0.9: with the usual values a state is gone after each token
+                value = math.log(0.1) + 0.5 * noise
+            elif "embed" in name or "wte" in name or "wpe" in name:
                 value = 0.6 * noise
             elif p.ndim >= 2:
                 value = noise * (1.3 / math.sqrt(p.shape[0] if ".c_" in name else p.shape[-1]))
@@ -153,7 +171,7 @@ def margins() -> Iterator[list[float]]:
         if k < scores.shape[-1]:
             best = choose(scores.detach(), k + 1, dim=-1).values
             gaps = best[..., k - 1] - best[..., k]
-            seen.append(gaps[gaps.isfinite()].min().item())
+            seen.append(gaps[gaps.isfinite() & (best[..., k] > -1e30)].min().item())
         return choose(scores, k, *args, **kwargs)
 
     torch.topk = watched

@@ -5,7 +5,21 @@ from difflib import get_close_matches
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.weights.families import deepseek, gemma, gpt2, gpt_oss, llama, mimo, mixtral, nanochat, qwen, qwen_moe
+from jaxllm.weights.families import (
+    deepseek,
+    deepseek_sparse,
+    gemma,
+    gpt2,
+    gpt_oss,
+    kimi,
+    llama,
+    mimo,
+    mixtral,
+    nanochat,
+    qwen,
+    qwen_moe,
+    qwen_next,
+)
 from jaxllm.weights.family import Family
 
 # In the order in which an export tries them: the plainest first.
@@ -25,8 +39,12 @@ FAMILIES: tuple[Family, ...] = (
     qwen_moe.QWEN2_MOE,
     deepseek.DEEPSEEK_V3,
     deepseek.DEEPSEEK_V2,
+    deepseek_sparse.DEEPSEEK_V32,
+    deepseek_sparse.GLM_MOE_DSA,
     mimo.MIMO_V2_FLASH,
     gpt_oss.GPT_OSS,
+    qwen_next.QWEN3_NEXT,
+    kimi.KIMI_LINEAR,
 )
 BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 

@@ -7,7 +7,7 @@ from jaxllm.layers.gqa import GQA
 from jaxllm.layers.mlp import MLP
 from jaxllm.model import LanguageModel
 from jaxllm.weights.config_json import ConfigJson
-from jaxllm.weights.family import Node, NoPlace, Rule
+from jaxllm.weights.family import NoClass, Node, NoPlace, Rule
 from jaxllm.weights.forms import Flat, Linear, Same
 from jaxllm.weights.layer_string import Pair, layer_string
 from jaxllm.weights.rope import rope_keys, rope_node
@@ -168,7 +168,7 @@ def _all(model: LanguageModel, side: int, make: Any, *kinds: type) -> list[Any]:
     made = {role: make(role) for role in dict.fromkeys(pair[side] for pair in layers_of(model))}
     for role, layer in made.items():
         if type(layer) not in kinds:
-            raise NoPlace(f"layers of role {role!r} are {type(layer).__name__}, for which it has no class")
+            raise NoClass(f"layers of role {role!r} are {type(layer).__name__}, for which it has no class")
     return [made[pair[side]] for pair in layers_of(model)]
 
 

@@ -47,19 +47,20 @@ LATENT_EPS = 1e-6
 DRAFT_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers")
 
 
-def _mla(c: ConfigJson, interleaved: bool) -> Node:
+def latent_attention(c: ConfigJson, rope: Node | None, *, q_rank: int | None = 1536) -> Node:
+    """A node of multi-head latent attention. q_rank: what the class takes where config.json has none."""
     bias = c.flag("attention_bias")
     for key in ("num_key_value_heads", "head_dim", "qk_head_dim"):  # follow from the others
         c.get(key)
     return partial(
         "mla.MLA",
         num_heads=c.whole("num_attention_heads"),
-        q_lora_rank=None if c.get("q_lora_rank", 1536) is None else c.whole("q_lora_rank", 1536),
+        q_lora_rank=None if c.get("q_lora_rank", q_rank) is None else c.whole("q_lora_rank", q_rank),
         kv_lora_rank=c.whole("kv_lora_rank", 512),
         qk_nope_head_dim=c.whole("qk_nope_head_dim", 128),
         qk_rope_head_dim=c.whole("qk_rope_head_dim", 64),
         v_head_dim=c.whole("v_head_dim", 128),
-        rope=rope_node(c, interleaved=interleaved),
+        rope=rope,
         latent_norm_eps=LATENT_EPS,
         qkv_bias=bias,
         out_bias=bias,
@@ -73,10 +74,10 @@ def draft_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{first + n}\..*" for n in range(count))
 
 
-def _layers(c: ConfigJson, dense_first: int) -> list[str]:
+def dense_first(c: ConfigJson, default: int) -> list[str]:
     """The ffn role of each layer: dense ones first, then every `moe_layer_freq`-th with experts."""
     first, every = c.get("first_k_dense_replace"), c.whole("moe_layer_freq", 1)
-    first = dense_first if first is None else first
+    first = default if first is None else first
     if not isinstance(first, int):
         raise c.error(f"first_k_dense_replace={first!r}: expected a whole number")
     return ["moe" if i >= first and not i % every else "dense" for i in range(c.whole("num_hidden_layers"))]
@@ -87,8 +88,9 @@ def _model(c: ConfigJson, interleaved: bool, layers: list[str], moe: Node | None
     for key in DRAFT_LAYERS:
         if c.get(key):
             c.note(f"{key}={c.get(key)}: layers that draft tokens are not read")
+    mixer = latent_attention(c, rope_node(c, interleaved=interleaved))
     ffns = {"dense": mlp(c, bias=mlp_bias)} | ({} if moe is None else {"moe": moe})
-    return model_node(c, [("global", role) for role in layers], {"global": _mla(c, interleaved)}, ffns)
+    return model_node(c, [("global", role) for role in layers], {"global": mixer}, ffns)
 
 
 def _experts(
@@ -105,7 +107,7 @@ def _experts(
 
 
 def _deepseek_v3(c: ConfigJson) -> Node:
-    layers = _layers(c, 3)
+    layers = dense_first(c, 3)
     c.only("scoring_func", "sigmoid")
     c.only("topk_method", "noaux_tc")
     router = sigmoid_router(c, groups=8, top=4, scale=2.5)
@@ -114,7 +116,7 @@ def _deepseek_v3(c: ConfigJson) -> Node:
 
 
 def _deepseek_v2(c: ConfigJson) -> Node:
-    layers = _layers(c, 0)
+    layers = dense_first(c, 0)
     c.only("scoring_func", "softmax")
     c.only("norm_topk_prob", False, why=": the class ignores it, the authors' code does not")
     c.only("topk_method", "greedy", "group_limited_greedy")

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from golden_models import (
+    GOLDEN,
     GRADIENTS,
     NAMES,
     PROMPT,
@@ -19,17 +20,32 @@ from golden_models import (
     trained,
     whole,
 )
+from safetensors.numpy import load_file
 
+from jaxllm.checkpoint_files import nest
 from jaxllm.layers.base import Context
+from jaxllm.layers.kda import KDA
 from jaxllm.params import declare
 from jaxllm.weights.config_json import ConfigJson
 from jaxllm.weights.families import family_of, mimo
+from jaxllm.weights.families.common import ATTENTION
+from jaxllm.weights.families.kimi import LINEAR_ATTENTION
 from jaxllm.weights.family import leaves, plan
 from jaxllm.weights.logits import divergence
 
 TOLERANCE = 1e-4
 # With a cache, one of each kind of mixer and block; that cached = full for every mixer there is, the contract says.
-CACHED = ["gpt2", "gemma2", "nanochat", "deepseek_v3", "mimo_v2_flash", "gpt_oss", "kimi_linear", "qwen3_next", "glm_moe_dsa"]
+CACHED = [
+    "gpt2",
+    "gemma2",
+    "nanochat",
+    "deepseek_v3",
+    "mimo_v2_flash",
+    "gpt_oss",
+    "kimi_linear",
+    "qwen3_next",
+    "glm_moe_dsa",
+]
 # Their angles depend on the length of a call, so that those of the last call are not those that earlier tokens were chosen by.
 BY_LENGTH = ["llama_dynamic", "llama_longrope"]
 BFLOAT16 = ["llama", "deepseek_v3"]  # dense, and experts behind a router in float32
@@ -109,6 +125,23 @@ def test_bfloat16_is_within_its_own_rounding(name):
     logits = jax.jit(lambda params: half.apply({"params": params}, ctx))(params)[1].logits
     off = np.abs(np.asarray(logits, np.float32) - ref["logits"]).max()
     assert 0 < off < 2 * facts(name)["bf16_max_abs"]
+
+
+def test_linear_attention_of_glm_with_bounded_decays():
+    """One layer, by the rules of Kimi Linear's: its whole text model needs a vision tower that is not here."""
+    ref = load_file(GOLDEN / "kda_bounded.safetensors")
+    layer = KDA(d_model=24, num_heads=2, head_dim=8, gate_form="bounded", norm_eps=1e-5, kernel="chunk")
+    ctx = Context.whole(np.zeros(ref["x"].shape[:2], np.int32))
+    boxes = leaves(jax.eval_shape(lambda: layer.init(jax.random.key(0), ref["x"], ctx))["params"])
+    params = {}
+    for rule in (*LINEAR_ATTENTION, *ATTENTION):
+        ours, theirs = rule.ours[0].removeprefix("mixer/"), rule.theirs.removeprefix("model.layers.{i}.self_attn.")
+        if ours in boxes and ours not in params:
+            params[ours] = rule.form.split(ref[theirs], [boxes[ours].value.shape])[0]
+    assert params.keys() == boxes.keys()
+    params = nest({tuple(path.split("/")): value for path, value in params.items()})
+    y = jax.jit(lambda p, x: layer.apply({"params": p}, x, ctx)[0])(params, ref["x"])
+    np.testing.assert_allclose(y, ref["y"], atol=2e-5, rtol=0)
 
 
 def test_mimo_roles_and_heads():

@@ -51,6 +51,16 @@ def test_golden_files_are_what_transformers_computes(maker, name):
     assert live_facts["gradient_norms"] == pytest.approx(facts(name)["gradient_norms"], rel=1e-4, abs=1e-6)
 
 
+def test_the_golden_layer_is_what_transformers_computes(tmp_path):
+    made = module(GOLDEN / "make_kda.py")
+    made.OUT = tmp_path / "kda.safetensors"
+    made.main()
+    live, kept = load_file(made.OUT), load_file(GOLDEN / "kda_bounded.safetensors")
+    assert live.keys() == kept.keys()
+    for key in kept:
+        np.testing.assert_allclose(live[key], kept[key], atol=5e-5, rtol=0, err_msg=key)
+
+
 def test_transformers_reads_a_model_and_a_tokenizer_of_ours(tmp_path):
     out = tmp_path / "out"
     made, params = module(Path(__file__).with_name("test_exported.py")).export(out, 40_000)

@@ -7,14 +7,20 @@
 | chunk | chunks by matrix products (`jaxllm.ops.delta_chunk`), with a backward of its own and memory linear in the length | anywhere |
 
 `auto` is `chunk`, on CPU with a forward token by token where no derivative is asked for and the state stays in the processor's cache.
+Where the mesh splits the length, every kernel runs on each device's tokens and the states are composed (`jaxllm.ops.delta_parallel`).
 """
+
+import functools
+from typing import Any
 
 import jax
 from jax import Array
 
 from jaxllm.errors import UserError
+from jaxllm.mesh import axes_in_force, shard_map_over
 from jaxllm.ops.delta_chunk import chunked
 from jaxllm.ops.delta_pairs import TILE
+from jaxllm.ops.delta_parallel import across
 from jaxllm.ops.delta_rule import chunk_naive, recurrent
 
 KERNELS = ("auto", "recurrent", "naive", "chunk")
@@ -46,12 +52,41 @@ def delta_rule(
 
     chunk: tokens at once, a power of two. bounded: promises that no log-decay is below `SAFE_DECAY`.
     """
+    rule = _rule(kernel, chunk, bounded, state_bytes(k, v))
+    axes = axes_in_force("length")
+    if not axes:
+        return rule(q, k, v, g, beta, first, state)
+    if len(axes) > 1:
+        raise UserError(f"mesh.rules.length: {', '.join(axes)}: a recurrence goes over one mesh axis; give one")
+    return _over_devices(rule, axes[0], (q, k, v, g, beta), first, state)
+
+
+def _rule(kernel: str, chunk: int, bounded: bool, size: int) -> Any:
     if kernel == "recurrent":
-        return recurrent(q, k, v, g, beta, first, state)
+        return recurrent
     if kernel == "naive":
-        return chunk_naive(q, k, v, g, beta, first, state, chunk=chunk)
-    scan = kernel == "auto" and jax.default_backend() == "cpu" and state_bytes(k, v) <= SMALL_STATE
-    return chunked(q, k, v, g, beta, first, state, chunk=chunk, bounded=bounded, scan=scan)
+        return functools.partial(chunk_naive, chunk=chunk)
+    scan = kernel == "auto" and jax.default_backend() == "cpu" and size <= SMALL_STATE
+    return functools.partial(chunked, chunk=chunk, bounded=bounded, scan=scan)
+
+
+def _over_devices(
+    rule: Any, axis: str, parts: tuple[Array, ...], first: Array | None, state: Array | None
+) -> tuple[Array, Array]:
+    """Under a mesh that splits the length: each device its tokens, rows and heads."""
+    row = ("batch", "length", "act_heads")
+    token, whole = (*row, None), ("batch", "act_heads", None, None)
+    split = tuple(token if x.ndim == 4 else row for x in parts)
+    given = {"first": (first, ("batch", "length")), "state": (state, whole)}
+    given = {name: pair for name, pair in given.items() if pair[0] is not None}  # `shard_map` takes no None
+
+    def local(parts: tuple[Array, ...], given: dict[str, Array]) -> tuple[Array, Array]:
+        return across(rule, axis, parts, given.get("first"), given.get("state"))
+
+    # The state is the same along the axis because all gather the same maps, which JAX cannot see.
+    axes = (split, {name: pair[1] for name, pair in given.items()})
+    run = shard_map_over(local, axes, (token, whole), check_vma=False)
+    return run(parts, {name: pair[0] for name, pair in given.items()})
 
 
 def state_bytes(k: Array, v: Array) -> int:

@@ -44,6 +44,7 @@ class Documents(NamedTuple):
     the one that it ends in, `[b 1 n C 1]`.
     """
 
+    number: Array  # how many began in the chunk so far, int `[b 1 n C 1]`
     same: Array
     old: Array
     last: Array
@@ -52,7 +53,7 @@ class Documents(NamedTuple):
     def of(cls, first: Array) -> "Documents":
         """first: bool `[b 1 n C]`."""
         number = jnp.cumsum(first.astype(jnp.int32), axis=-1)[..., None]
-        return cls(number == number.swapaxes(-1, -2), number == 0, number == number[..., -1:, :])
+        return cls(number, number == number.swapaxes(-1, -2), number == 0, number == number[..., -1:, :])
 
 
 def inverse(lower: Array) -> Array:
@@ -127,7 +128,8 @@ def _parts(block: tuple[Array, ...], first: Array | None, cfg: Chunked) -> Parts
     """From a block's q, k, v, g, beta `[b h n C ..]` (first `[b 1 n C]`), in any dtype."""
     q, k, v, g, beta = (x.astype(jnp.float32) for x in block)
     documents = None if first is None else Documents.of(first)
-    return Parts(jnp.stack([beta * k, q], axis=-2), k, v, beta, decays_of(g, cfg.bounded), documents)
+    decays = decays_of(g, cfg.bounded, None if documents is None else documents.number)
+    return Parts(jnp.stack([beta * k, q], axis=-2), k, v, beta, decays, documents)
 
 
 def _forward(state: Array, parts: Parts) -> tuple[Array, Array, tuple[Array, ...]]:

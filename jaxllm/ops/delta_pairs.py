@@ -7,7 +7,9 @@ is halved again and again. Between the two halves of a piece every pair decays f
 
 Both exponents are differences of one pair's decays that are never positive, whatever the gate, so nothing overflows and what underflows
 is 0; and they are built up as products of at most C decays, so nothing cancels either. Halving ends at single tokens. Where no log-decay
-is below -5 it may end at tiles of 16, factored around their middle: no exponent leaves [-40, 40] (Kimi Linear, arXiv 2510.26692).
+is below -5 it may end at tiles of 16, where `e^{G_r}` is at least e^-80 and both factors fit into fp32 and bf16 once they are moved by a
+power of two into the middle of the range (Kimi Linear, arXiv 2510.26692, moves them by a row's decay; a constant keeps the tokens
+of a document free of what the one before rounds to).
 
 One decay a head needs none of this: its `e^{G_r - G_i}` is one more matrix, `[C C]`.
 """
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 TILE = 16
+MIDDLE = 2.0**58  # about e^40: half of what sixteen tokens may decay by
 
 
 def dot(equation: str, *operands: Array) -> Array:
@@ -28,8 +31,9 @@ def dot(equation: str, *operands: Array) -> Array:
 class Decays(NamedTuple):
     """Products of decays over a chunk: `prefix` e^{G_r}, `suffix` e^{G_C - G_i} `[.. C k]`, `total` e^{G_C} `[.. k]` (k = 1: a head's).
 
-    levels: from the shortest piece up, (prefix of right halves, suffix of left halves) `[.. pieces size k]`. tile: prefixes within
-    tiles of 16 over that at their middle, `[.. tiles 16 k]`, where halving ends there. matrix: `e^{G_r - G_i}` `[.. C C]` of a head.
+    levels: from the shortest piece up, (prefix of right halves, suffix of left halves) `[.. pieces size k]`. tile: `MIDDLE` times the
+    prefixes within tiles of 16, `[.. tiles 16 k]`, where halving ends there; they begin anew with a document. matrix: `e^{G_r - G_i}`
+    `[.. C C]` of a head.
     """
 
     prefix: Array
@@ -52,21 +56,26 @@ def _join(left: Array, right: Array) -> Array:
     return x.reshape(*x.shape[:-4], -1, x.shape[-1])
 
 
-def decays_of(g: Array, bounded: bool) -> Decays:
-    """From log-decays `g [.. C k]`, or `[.. C 1]` of a head."""
+def decays_of(g: Array, bounded: bool, number: Array | None = None) -> Decays:
+    """From log-decays `g [.. C k]`, or `[.. C 1]` of a head. number: rising count of documents `[.. C 1]`."""
     if g.shape[-1] == 1:
         return _head_decays(g)
     prefix = total = jnp.exp(g)
     suffix, size, levels, tile = jnp.ones_like(g), 1, [], None
+    if bounded and g.shape[-2] == 1:
+        tile = prefix[..., None, :] * MIDDLE
     while size < g.shape[-2]:
         p, x, t = _split(prefix, size), _split(suffix, size), _split(total, 1)
         if not bounded or size >= TILE:
             levels.append((p[1], x[0]))
-        prefix, suffix = _join(p[0], p[1] * t[0]), _join(x[0] * t[1], x[1])
+        grown = p[1] * p[0][..., -1:, :]  # from the left half's end
+        if bounded and number is not None:
+            left, right = _split(number, size)
+            grown = jnp.where(right > left[..., -1:, :], p[1], grown)
+        prefix, suffix = _join(p[0], grown), _join(x[0] * t[1], x[1])
         total, size = (t[0] * t[1])[..., 0, :], 2 * size
         if bounded and size == min(TILE, g.shape[-2]):
-            tile = prefix.reshape(*g.shape[:-2], -1, size, g.shape[-1])
-            tile = tile / tile[..., size // 2 - 1 : size // 2, :]
+            tile = prefix.reshape(*g.shape[:-2], -1, size, g.shape[-1]) * MIDDLE
     return Decays(prefix, suffix, total[..., 0, :], tuple(levels), tile, None)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.mesh import build_mesh, use_mesh
 from jaxllm.ops import delta_chunk
 from jaxllm.ops.delta import chunk_flops, delta_rule
 from jaxllm.ops.delta_chunk import chunked, inverse
@@ -211,3 +212,37 @@ def test_the_cost_formula_counts_the_products(scalar, bounded):
     args = (x, x, x, row if scalar else g, row)
     jaxpr = jax.make_jaxpr(functools.partial(delta_rule, kernel="chunk", chunk=64, bounded=bounded))(*args)
     assert contract.dot_flops(jaxpr.jaxpr) == 2 * chunk_flops(64, 8, 8, scalar=scalar, bounded=bounded)
+
+
+def test_eight_devices_compose_the_states_of_their_pieces():
+    """Documents inside pieces and at their edges; outputs, last state and every gradient are those of one device."""
+    parts, rng = inputs(t=32, h=2), np.random.default_rng(1)
+    first = np.zeros((2, 32), bool)
+    first[1, [0, 5, 8, 20]] = True
+    state = rng.standard_normal((2, 2, 6, 5)).astype(np.float32)
+    want, states = oracle(*parts, first, state)
+    weights = rng.standard_normal(want.shape).astype(np.float32)
+
+    def loss(parts, state):
+        out, end = delta_rule(*parts, first, state, kernel="chunk", chunk=4)
+        return jnp.sum(out * weights) + jnp.sum(end**2), (out, end)
+
+    run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, _), one = jax.jit(run)(parts, state)
+    with use_mesh(build_mesh({"context": 8}), {"length": "context"}):
+        (_, (out, end)), many = jax.jit(run)(parts, state)
+    np.testing.assert_allclose(out, want, atol=2e-6)
+    np.testing.assert_allclose(end, states[-1], atol=2e-6)
+    for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_states_compose_over_any_split():
+    parts = inputs(t=13)
+    want, states = oracle(*parts)
+    out, state = [], np.zeros((2, 3, 6, 5), np.float32)
+    for a, b in ((0, 3), (3, 4), (4, 13)):
+        piece, state = delta_rule(*(x[:, a:b] for x in parts), state=state, kernel="chunk", chunk=4)
+        out.append(piece)
+    np.testing.assert_allclose(np.concatenate(out, axis=1), want, atol=2e-6)
+    np.testing.assert_allclose(state, states[-1], atol=2e-6)

@@ -191,7 +191,8 @@ def claims_table(found: dict[str, float]) -> str:
         (
             "GLM-5.2 with IndexShare, times fewer FLOPs",
             "2.9",
-            f"{found['index_share']:.2f}; core expanded {found['index_share_expanded']:.2f}; every 4th layer {found['index_share_quarter']:.2f}",
+            f"{found['index_share']:.2f}; core expanded {found['index_share_expanded']:.2f};"
+            f" every 4th layer {found['index_share_quarter']:.2f}",
         ),
     ]
     lines = ["| at 1,048,576 tokens | published | from the configurations |", "| --- | ---: | ---: |"]

@@ -34,9 +34,8 @@ def test_released_configurations_have_the_published_sizes(costs):
 
 def test_every_mechanism_has_a_row_for_every_context_and_a_curve(costs, tmp_path):
     """Latents are a cache of 576 elements a token and layer; entries make the cache of compressed attention the smallest."""
-    results = {
-        kind: {c: costs.decode(costs.stack(kind), c) for c in costs.CONTEXTS} for kind in ("MLA", "DSA", "CSA/HCA")
-    }
+    built = {kind: costs.stack(kind) for kind in ("MLA", "DSA", "CSA/HCA")}
+    results = {kind: {c: costs.decode(m, c) for c in costs.CONTEXTS} for kind, m in built.items()}
     assert results["MLA"][4096]["held"] == 60 * 576 * 2 * 4096
     assert results["DSA"][2**20]["flops"] < 0.1 * results["MLA"][2**20]["flops"]
     text = costs.table(results)

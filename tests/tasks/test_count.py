@@ -7,9 +7,10 @@ from jaxllm.cache import cache_bytes
 from jaxllm.compose import compose
 from jaxllm.errors import UserError
 from jaxllm.mesh import build_mesh
-from jaxllm.params import init_params
+from jaxllm.params import declare, init_params, is_declared
 from jaxllm.tasks import TaskIO, count
 from jaxllm.training.state import new_state
+from jaxllm.weights.choose import choose
 
 SMALL = ["+experiment=smoke", "model.vocab_size=96"]
 
@@ -90,6 +91,48 @@ def test_a_large_model_costs_nothing_to_count():
     ]
     _, result = run(*wide)
     assert result["params_total"] > 50e9  # 200 GB of parameters: allocating them would not pass unnoticed here
+    assert len(jax.live_arrays()) <= before + 8
+
+
+# Published: parameters, those of them that a token uses, and whether the publisher counts the table that is only looked up.
+RELEASED = {
+    "deepseek_v2": (236e9, 21e9, False, "DeepseekV2ForCausalLM"),
+    "deepseek_v3": (671e9, 36.7e9, False, "DeepseekV3ForCausalLM"),
+    "gpt_oss_120b": (116.83e9, 5.13e9, False, "GptOssForCausalLM"),
+    "mimo_v2_flash": (309e9, 15e9, False, "MiMoV2FlashForCausalLM"),
+    "mixtral_8x7b": (46.7e9, 12.9e9, True, "MixtralForCausalLM"),
+    "qwen3_30b_a3b": (30.5e9, 3.35e9, True, "Qwen3MoeForCausalLM"),
+    "qwen3_next_80b_a3b": (79.7e9, 3.87e9, True, "Qwen3NextForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_of_experts_are_counted_and_never_allocated(name):
+    """All experts in the total, the chosen ones in what a token uses; the class that transformers has for the model holds it."""
+    total, active, table, architecture = RELEASED[name]
+    before = len(jax.live_arrays())
+    model = compose([f"model={name}", "track=none"]).build("model")
+    cost, held = model.cost(1, 1, 1024), sum(b.value.size for b in jax.tree.leaves(declare(model), is_leaf=is_declared))
+    assert held == pytest.approx(total, rel=0.002)
+    used = held - (cost.params - cost.params_active) + (model.vocab_size * model.d_model if table else 0)
+    rounding = 0.5e9 if active % 1e9 == 0 else 0.0  # whole billions
+    assert used == pytest.approx(active, rel=0.01, abs=rounding)
+    assert choose(model).family.architectures[0] == architecture
+    assert len(jax.live_arrays()) <= before + 8
+
+
+def test_a_released_model_through_the_task():
+    """Compute by the chosen experts, memory by all: a decode step multiplies a twentieth of what it holds."""
+    io, before = TaskIO(), len(jax.live_arrays())
+    io.log = lambda text, level="info": None  # type: ignore[method-assign]
+    result = count.run(compose(["model=deepseek_v3", "task=count", "track=none"]), io)
+    assert result["params_total"] == 671_026_419_200  # as the released files' index has it, without the draft layer
+    assert result["params_active"] == pytest.approx(36.7e9, rel=0.01)
+    assert result["params_total"] - result["params_trained"] == 58 * 256  # the biases that only choose
+    assert result["cache_bytes_per_token"] == 61 * 576 * 2
+    attention = 61 * 2 * 1024 * 128 * (2 * 512 + 64)  # absorbed: scores over latents and keys, outputs over latents
+    norms = result["params_active"] - (result["flops_per_token"] - attention) / 2
+    assert 0 < norms < 0.0001 * result["params_active"]
     assert len(jax.live_arrays()) <= before + 8
 
 

@@ -23,6 +23,7 @@ from jaxllm.layers.base import Aux, Context, Cost, Normal, param
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.residual import Residual
 from jaxllm.mesh import shard
+from jaxllm.pages import Paged, Pages, paged_of
 from jaxllm.pattern import Group, check_roles, parse
 
 REMAT: dict[str, Callable[..., Any] | None] = {
@@ -85,7 +86,9 @@ class Block(nn.Module, kw_only=True):
         site = self.residual(site="mixer", name="residual_mixer")
         with jax.named_scope("mixer"):
             x = before(site.read(R), "norm_mixer")
-            y, cache, shared, aux_mixer = self.mixer(name="mixer")(x, ctx, cache, shared)
+            view = cache.view(ctx.rows) if isinstance(cache, Paged) else cache
+            y, view, shared, aux_mixer = self.mixer(name="mixer")(x, ctx, view, shared)
+            cache = cache.store(view, ctx) if isinstance(cache, Paged) else view
             R = site.write(R, after(y, "norm_mixer_out"))
         site = self.residual(site="ffn", name="residual_ffn")
         with jax.named_scope("ffn"):
@@ -440,13 +443,19 @@ class LanguageModel(nn.Module, kw_only=True):
 
     @nn.nowrap
     def init_cache(
-        self, batch: int, length: int, dtype: Any = None, *, draft: int = 0, pages: int | None = None
+        self, batch: int, length: int, dtype: Any = None, *, draft: int = 0, pages: Pages | None = None
     ) -> dict[str, Any]:
-        """A cache for each layer, in the unstacked layout, with room for `length` tokens a row (tentative ones included)."""
+        """A cache for each layer, in the unstacked layout, with room for `length` tokens a row (tentative ones included).
+
+        pages: in pools that all rows share (`jaxllm.pages`); `batch` is then the number of slots for what does not grow with a row.
+        """
         dtype = self.compute_dtype if dtype is None else jnp.dtype(dtype)
 
         def make(role: str) -> Any:
-            return self.mixer(role).init_cache(batch, length, dtype, draft=draft, pages=pages)
+            def plain(batch: int, length: int) -> Any:
+                return self.mixer(role).init_cache(batch, length, dtype, draft=draft)
+
+            return plain(batch, length) if pages is None else paged_of(plain, batch, length, pages)
 
         return {
             f"g{i}_{n}": {f"b{j}": make(pair[0]) for j, pair in enumerate(group.period)}

@@ -17,6 +17,7 @@ from jaxllm.layers.base import Context
 from jaxllm.layers.mlp import MLP
 from jaxllm.mesh import build_mesh, param_shardings, use_mesh
 from jaxllm.model import LanguageModel
+from jaxllm.pages import PAGES, Pages
 from jaxllm.params import declare, init_params, is_declared, unstack
 
 VOCAB, D, T = 61, 32, 12
@@ -134,14 +135,36 @@ def check_splits(s: Subject) -> None:
         close(logits[:, :2], full[:, i : i + 2])
 
 
-def check_draft_verify(s: Subject, draft: int = 3) -> None:
+def _compressed(s: Subject) -> list[int]:
+    """Tokens of one entry, of each layer that compresses them."""
+    roles = dict.fromkeys(mixer for group in s.model.groups for mixer, _ in group.period)
+    return [m for role in roles if (m := getattr(s.model.mixer(role), "compress_rate", None))]
+
+
+def check_paged(s: Subject) -> None:
+    """Drafts, verified and accepted at random, in pools: each row's pages lie anywhere, slots are in no order, and others hold garbage."""
+    page = 6 if any(n % 4 for n in _compressed(s)) else 4
+    each, rng = -(-LENGTH // page), np.random.default_rng(1)
+    tables = 1 + rng.permutation(ROWS * each).astype(np.int32).reshape(ROWS, each)
+    places = {"slots": 1 + rng.permutation(ROWS).astype(np.int32), "tables": {PAGES: tables}}
+    cache = s.decoder.init_cache(ROWS + 1, LENGTH, "float32", draft=3, pages=Pages(1 + ROWS * each, page))
+    before = jax.tree.map(lambda x: np.asarray(x[0]), cache)
+    cache = check_draft_verify(s, cache=cache, **places)
+    for path, old in jax.tree_util.tree_leaves_with_path(before):  # page 0 and slot 0 belong to nobody
+        new = functools.reduce(
+            lambda node, key: getattr(node, key.name) if hasattr(key, "name") else node[key.key], path, cache
+        )
+        np.testing.assert_array_equal(np.asarray(new[0]), old)
+
+
+def check_draft_verify(s: Subject, draft: int = 3, cache: Any = None, **places: Any) -> Any:
     """Draft, verify, accept a random number per row, go on: every committed token's logits equal the full forward."""
     b, rng = ROWS, np.random.default_rng(0)
     truth = np.asarray(s.tokens(b, seed=3))
     full = s.full(Context.whole(jnp.asarray(truth)))
     prompt = rng.integers(1, draft + 2, b).astype(np.int32)
-    cache = s.cache(draft)
-    cache, logits = s.step(Context.step(truth[:, : 1 + draft], np.zeros(b), prompt), cache)
+    cache = s.cache(draft) if cache is None else cache
+    cache, logits = s.step(Context.step(truth[:, : 1 + draft], np.zeros(b), prompt, **places), cache)
     for r in range(b):
         close(logits[r, : prompt[r]], full[r, : prompt[r]])
     lengths, accepted, rounds = prompt.copy(), np.zeros(b, np.int32), 0
@@ -157,12 +180,13 @@ def check_draft_verify(s: Subject, draft: int = 3) -> None:
         for r in range(b):
             if live[r] and good[r] < draft:
                 feed[r, 1 + good[r]] = (feed[r, 1 + good[r]] + 1) % VOCAB
-        ctx = Context.step(feed, lengths, live * (1 + draft), tentative=live * draft, accepted=accepted)
+        ctx = Context.step(feed, lengths, live * (1 + draft), tentative=live * draft, accepted=accepted, **places)
         cache, logits = s.step(ctx, cache)
         for r in np.flatnonzero(live):
             close(logits[r, : 1 + good[r]], full[r, lengths[r] : lengths[r] + 1 + good[r]])
         lengths, accepted, rounds = lengths + live, good, rounds + 1
     assert rounds >= 3
+    return cache
 
 
 def check_batch_mates(s: Subject) -> None:

@@ -80,6 +80,7 @@ class Context:
         tentative: Array | None = None,
         accepted: Array | None = None,
         slots: Array | None = None,
+        tables: Mapping[str, Array] | None = None,
         capture: tuple[str, ...] = (),
     ) -> "Context":
         """A call with a cache: prefill, chunk, decode or verify, according to `new`, `tentative` and `accepted` (`[b]` each)."""
@@ -94,6 +95,7 @@ class Context:
             tentative=zeros if tentative is None else jnp.asarray(tentative, jnp.int32),
             accepted=zeros if accepted is None else jnp.asarray(accepted, jnp.int32),
             slots=jnp.arange(b, dtype=jnp.int32) if slots is None else jnp.asarray(slots, jnp.int32),
+            tables={} if tables is None else {kind: jnp.asarray(table, jnp.int32) for kind, table in tables.items()},
         )
         offset = jnp.arange(t, dtype=jnp.int32)[None]
         return cls(

@@ -1,0 +1,84 @@
+"""Pools: which leaves have pages, what is refused, and that a donated pool is written in place."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.cache import CompressedCache, KVCache, RecurrentCache, RingCache, cache_bytes
+from jaxllm.compose import component
+from jaxllm.errors import UserError
+from jaxllm.layers.base import Context
+from jaxllm.layers.mlp import MLP
+from jaxllm.model import LanguageModel
+from jaxllm.pages import PAGES, Leaf, Pages, leaves_of, paged_of
+from jaxllm.params import declare, is_declared, unstack
+
+
+def compressed(m):
+    def make(b, length):
+        e = max(length // m, 1)
+        return CompressedCache(jnp.zeros((b, 7, 3)), jnp.zeros((b, 5, 2)), jnp.zeros((b, e, 3)), jnp.zeros((b, e, 4)))
+
+    return make
+
+
+def test_leaves_are_pooled_by_how_they_grow():
+    kv = Leaf(2, 1)
+    assert leaves_of(lambda b, n: KVCache.zeros(b, 2, n, 4, 6, "float32"), 32) == (kv, kv)
+    assert leaves_of(lambda b, n: KVCache.zeros(b, 1, n, 4, 6, "float32"), 32) == (Leaf(1, 1), Leaf(1, 1))
+    state = Leaf(None, 1)
+    for window in (5, 64):  # a ring that the length cuts short grows with it, and is a ring all the same
+        ring = leaves_of(lambda b, n, w=window: RingCache.zeros(b, 2, min(n, w), 4, 4, "float32"), 32)
+        assert ring == (state, state, state)
+    recurrent = leaves_of(lambda b, n: RecurrentCache.zeros((b, 2, 4, 4), 3, 8, 5, 2, "float32"), 32)
+    assert recurrent == (state, state, state)
+    for m in (3, 4, 5):
+        assert leaves_of(compressed(m), 64) == (state, state, Leaf(1, m), Leaf(1, m))
+
+
+def test_a_page_of_part_of_an_entry_is_refused():
+    with pytest.raises(UserError, match="page_size: 8 is not a multiple of 3"):
+        paged_of(compressed(3), 2, 64, Pages(4, 8))
+    paged = paged_of(compressed(3), 2, 64, Pages(4, 6))
+    assert paged.pool.entries.shape == (4, 2, 3) and paged.pool.window.shape == (2, 7, 3)
+
+
+def test_pages_and_states_are_copied_apart():
+    paged = paged_of(compressed(2), 3, 16, Pages(4, 4))
+    paged = jax.tree.map(lambda x: x + jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None], paged)
+    copied = paged.copy(jnp.array([1, 0]), jnp.array([3, 0]))
+    np.testing.assert_array_equal(copied.pool.entries[:, 0, 0], [0, 1, 2, 1])
+    np.testing.assert_array_equal(copied.pool.window, paged.pool.window)
+    moved = paged.copy(jnp.array([2]), jnp.array([1]), pages=False)
+    np.testing.assert_array_equal(moved.pool.window[:, 0, 0], [0, 2, 2])
+    np.testing.assert_array_equal(moved.pool.entries, paged.pool.entries)
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("gqa", [(4, 1), (1, 16)]), ("mqa", [(1, 1)]), ("mla", [(4, 1)])])
+def test_a_donated_pool_is_never_copied(kind, calls):
+    model = LanguageModel(
+        vocab_size=64,
+        d_model=512,
+        layers="m/dense",
+        mixers={"m": component("mixer", kind)},
+        ffns={"dense": functools.partial(MLP, d_ff=64)},
+        dtype="float32",
+    )
+    decoder = model.unrolled()
+    shapes = jax.tree.map(lambda box: box.value, declare(model), is_leaf=is_declared)
+    params = jax.eval_shape(lambda p: decoder.prepare(unstack(model, p)), shapes)
+    pools = jax.eval_shape(lambda: decoder.init_cache(5, 256, pages=Pages(1024, 16)))
+    largest = max(leaf.size for leaf in jax.tree.leaves(pools))
+    call = jax.jit(lambda p, ctx, c: decoder.apply({"params": p}, ctx, c), donate_argnums=2)
+    for b, t in calls:
+        table = {PAGES: jnp.zeros((b, 16), jnp.int32)}
+        ctx = Context.step(jnp.zeros((b, t), jnp.int32), jnp.zeros(b), tables=table)
+        compiled = call.lower(params, ctx, pools).compile()
+        assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes(pools)
+        assert compiled.memory_analysis().temp_size_in_bytes < 4 * largest
+        for dims, line in re.findall(r"\w+\[([\d,]+)\]\S* ((?:copy|transpose)\(.*)", compiled.as_text()):
+            assert int(np.prod([int(n) for n in dims.split(",")])) != largest, f"b={b} t={t}: [{dims}] {line}"

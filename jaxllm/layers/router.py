@@ -17,6 +17,7 @@ once per optimiser step from the statistics of all tokens of that step (`jaxllm.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -70,6 +71,34 @@ def softmax(z: Array) -> Array:
     e = jnp.exp(z - jnp.where(jnp.isfinite(top), top, 0.0))
     total = jnp.sum(e, axis=-1, keepdims=True)
     return e / jnp.where(total > 0, total, 1.0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def normalise(w: Array, eps: float) -> Array:
+    """`w / (sum w + eps)` over the last axis, `w >= 0`; zeros where that is 0 / 0.
+
+    With `y` the result, `dw = (dy - sum y dy) / total`: the square of a tiny total, which autodiff writes, would be 0.
+    """
+    return w / _total(w, eps)
+
+
+def _total(w: Array, eps: float) -> Array:
+    total = jnp.sum(w, axis=-1, keepdims=True) + eps
+    return jnp.where(total > 0, total, 1.0)
+
+
+def _normalise_forward(w: Array, eps: float) -> tuple[Array, tuple[Array, Array]]:
+    total = _total(w, eps)
+    return w / total, (w / total, total)
+
+
+def _normalise_backward(eps: float, saved: tuple[Array, Array], dy: Array) -> tuple[Array]:
+    del eps
+    y, total = saved
+    return ((dy - jnp.sum(y * dy, axis=-1, keepdims=True)) / total,)
+
+
+normalise.defvjp(_normalise_forward, _normalise_backward)
 
 
 def sqrt_softplus(z: Array) -> Array:
@@ -187,8 +216,7 @@ class SoftmaxRouter(Router, kw_only=True):
         experts = self._best(self._limited(s))
         w = pick(s, experts)
         if self.renormalise:
-            total = jnp.sum(w, axis=-1, keepdims=True)
-            w = w / jnp.where(total > 0, total, 1.0)
+            w = normalise(w, 0.0)
         return Routing(experts, w * self.scale, s, z)
 
 
@@ -238,7 +266,7 @@ class _Biased(Router, kw_only=True):
     def _weighted(self, s: Array, experts: Array) -> Array:
         w = pick(s, experts)
         if self.renormalise:
-            w = w / (jnp.sum(w, axis=-1, keepdims=True) + 1e-20)
+            w = normalise(w, 1e-20)
         return w * self.scale
 
     @nn.nowrap
@@ -346,7 +374,7 @@ class HashRouter(Router, kw_only=True):
         experts = jnp.take(table[:, : self.top_k], ctx.tokens, axis=0, mode="clip")
         w = pick(s, experts)
         if self.renormalise:
-            w = w / (jnp.sum(w, axis=-1, keepdims=True) + 1e-20)
+            w = normalise(w, 1e-20)
         return Routing(experts, w * self.scale, s, z)
 
     @nn.nowrap

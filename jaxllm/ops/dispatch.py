@@ -74,7 +74,7 @@ def on_device(
         capacity = max(1, math.ceil(factor * expected / w.number))
         return experts_capacity(x, experts, weights, w, unit, min(capacity, x.shape[0]))
     if how == "sorted":
-        return experts_sorted(x, experts, weights, w, unit, capacity_of(expected, w.number)), none
+        return experts_sorted(x, experts, weights, w, unit, capacity_of(x.shape[0], expected, w.number)), none
     path = {"dense": experts_dense, "few": experts_few, "ragged": experts_ragged}[how]
     return path(x, experts, weights, w, unit), none
 

@@ -37,15 +37,23 @@ class Plan(NamedTuple):
     rows: Array
 
 
-def capacity_of(choices: int, experts: int) -> int:
-    """Rows an expert gets: an even share and one and a half standard deviations of a fair draw, in multiples of 8."""
+SMALL = 2048  # rows of all experts up to which each expert gets one for every token: less than what a loop costs
+
+
+def capacity_of(tokens: int, choices: int, experts: int) -> int:
+    """Rows an expert gets: an even share and one and a half standard deviations of a fair draw, in multiples of 8.
+
+    A token chooses an expert once, so `tokens` rows are enough for anything; few tokens get them.
+    """
+    if tokens * experts <= SMALL:
+        return tokens
     share = choices / experts
-    return min(-(-choices // 8) * 8, 8 * max(1, round((share + 1.5 * share**0.5) / 8)))
+    return min(tokens, 8 * max(1, round((share + 1.5 * share**0.5) / 8)))
 
 
-def block_of(capacity: int) -> int:
-    """Rows of a block of the loop: about a quarter of what an expert gets, so that a block is neither empty nor a copy for few."""
-    return min(capacity, max(8, capacity // 4 // 8 * 8))
+def block_of(tokens: int, capacity: int) -> int:
+    """Rows of a turn of the loop: about a quarter of what an expert gets, so that a turn is neither empty nor a copy for few."""
+    return 0 if capacity >= tokens else min(capacity, max(8, capacity // 4 // 8 * 8))
 
 
 def make_plan(experts: Array, number: int, capacity: int, block: int = 0, *, by_choice: bool = False) -> Plan:
@@ -60,9 +68,10 @@ def experts_sorted(
     x: Array, experts: Array, weights: Array, w: Experts, unit: Unit, capacity: int | None = None
 ) -> Array:
     """See the module. capacity: C; null = `capacity_of`."""
-    capacity = capacity_of(experts.size, w.number) if capacity is None else capacity
-    plan = make_plan(experts, w.number, capacity, block_of(capacity))
-    return apply_plan(x, weights, w, plan, unit, capacity, block_of(capacity))
+    n = x.shape[0]
+    capacity = capacity_of(n, experts.size, w.number) if capacity is None else capacity
+    block = block_of(n, capacity)
+    return apply_plan(x, weights, w, make_plan(experts, w.number, capacity, block), unit, capacity, block)
 
 
 def experts_capacity(
@@ -77,7 +86,7 @@ def experts_capacity(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def apply_plan(x: Array, weights: Array, w: Experts, plan: Plan, unit: Unit, capacity: int, block: int) -> Array:
-    """`[n d]`. block: rows of a turn of the loop over what is beyond `capacity`; 0 = it is dropped."""
+    """`[n d]`. block: rows of a turn of the loop over what is beyond `capacity`; 0 = no loop."""
     return _forward(x, weights, w, plan, unit, capacity, block)[0]
 
 

@@ -13,6 +13,8 @@ from jaxllm.layers.base import Constant as Fill
 from jaxllm.layers.base import Cost, Layer, fan_in, param
 from jaxllm.layers.gqa import GQA
 from jaxllm.layers.mlp import MLP
+from jaxllm.layers.moe import MoE
+from jaxllm.layers.router import SigmoidRouter
 from jaxllm.model import LanguageModel
 from jaxllm.training.feed import place
 from jaxllm.training.objectives import NextToken
@@ -62,7 +64,9 @@ class Counted(Layer, kw_only=True):
 
 def make_model(mixer="past", ffn="counted", layers="2* global/dense", **fields):
     mixers = {"past": Past, "gqa": functools.partial(GQA, num_heads=4, num_kv_heads=2)}
-    ffns = {"counted": Counted, "mlp": functools.partial(MLP, d_ff=32)}
+    router = functools.partial(SigmoidRouter, bias_rate=0.01)
+    experts = functools.partial(MoE, num_experts=4, top_k=2, d_expert=16, router=router, switch_loss=0.1, z_loss=0.01)
+    ffns = {"counted": Counted, "mlp": functools.partial(MLP, d_ff=32), "moe": experts}
     defaults = {"vocab_size": 31, "vocab_multiple": 4, "d_model": 16, "dtype": "float32"}
     return LanguageModel(
         **{**defaults, **fields}, layers=layers, mixers={"global": mixers[mixer]}, ffns={"dense": ffns[ffn]}

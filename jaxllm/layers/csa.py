@@ -96,7 +96,7 @@ class CompressedAttention(Layer, kw_only=True):
         for name in ("q_lora_rank", "out_lora_rank", "window", "index_heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: {getattr(self, name)} must be at least 1")
-        k, i, o = self._widths
+        k, i, o = self.widths
         if not (0 < o <= k and o <= i) or o % 2:
             raise UserError(
                 f"rope_head_dim: {o} must be even and at most head_dim={k} and index_head_dim={i}, whose last channels turn"
@@ -118,8 +118,8 @@ class CompressedAttention(Layer, kw_only=True):
     # ---- what the fields mean ------------------------------------------------------------------------------------
 
     @property
-    def _widths(self) -> tuple[int, int, int]:
-        """`k`, the index head's and the turned channels. A rotation of half a head by default; of all of a small one."""
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of a head, of an index head, and those of either that turn, with what null means filled in."""
         k = self.d_model // self.num_heads if self.head_dim is None else self.head_dim
         i = k if self.index_head_dim is None else self.index_head_dim
         return k, i, (k // 2 if self.rope_head_dim is None else self.rope_head_dim)
@@ -131,7 +131,7 @@ class CompressedAttention(Layer, kw_only=True):
             dim=dim,
             overlap=self.overlap,
             rope=self.rope,
-            rope_dim=self._widths[2],
+            rope_dim=self.widths[2],
             eps=self.norm_eps,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
@@ -140,7 +140,7 @@ class CompressedAttention(Layer, kw_only=True):
 
     @nn.nowrap
     def _entry_indexer(self, **kwargs: Any) -> EntryIndexer:
-        compressor = self._compressor(self._widths[1])
+        compressor = self._compressor(self.widths[1])
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         return EntryIndexer(num_heads=self.index_heads, compressor=compressor, **types, **({"parent": None} | kwargs))
 
@@ -156,7 +156,7 @@ class CompressedAttention(Layer, kw_only=True):
 
     def _project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """`c [b t r]`, `q [b t h k]` and `kv [b t k]` of `x [b t d]`."""
-        d, h, r, k = self.d_model, self.num_heads, self.q_lora_rank, self._widths[0]
+        d, h, r, k = self.d_model, self.num_heads, self.q_lora_rank, self.widths[0]
         w_a = param(self, "q_a_proj", fan_in(d), (d, r), ("embed", "latent")).astype(self.dtype)
         w_b = param(self, "q_b_proj", fan_in(r), (r, h, k), ("latent", "heads", "head")).astype(self.dtype)
         w_kv = param(self, "kv_proj", fan_in(d), (d, k), ("embed", "head")).astype(self.dtype)
@@ -169,7 +169,7 @@ class CompressedAttention(Layer, kw_only=True):
 
     def _output(self, out: Array, angles: tuple[Array, Array]) -> Array:
         """`y [b t d]` from the heads' outputs `[b t h k]`."""
-        d, h, g, r, k = self.d_model, self.num_heads, self.out_groups, self.out_lora_rank, self._widths[0]
+        d, h, g, r, k = self.d_model, self.num_heads, self.out_groups, self.out_lora_rank, self.widths[0]
         out = turn_tail(out, angles, back=True)
         axes = ("heads", None, "head", "latent")
         w_a = param(self, "o_a_proj", fan_in(h // g * k), (g, h // g, k, r), axes).astype(self.dtype)
@@ -182,13 +182,13 @@ class CompressedAttention(Layer, kw_only=True):
     def __call__(
         self, x: Array, ctx: Context, cache: CompressedCache | None = None, shared: Shared | None = None
     ) -> tuple[Array, CompressedCache | None, Shared, Aux]:
-        angles = self.rope.angles(ctx.positions, self._widths[2])
+        angles = self.rope.angles(ctx.positions, self.widths[2])
         c, q, kv = self._project(x, angles)
         sinks = param(self, "sinks", Normal(0.02), (self.num_heads,), ("heads",)).astype(jnp.float32)
         near, cache = self._near(kv, ctx, cache)
         far, scorer, cache = (None, None, cache) if self.compress_rate is None else self._far(x, c, angles, ctx, cache)
         learn = ctx.train and scorer is not None
-        scale = self._widths[0] ** -0.5
+        scale = self.widths[0] ** -0.5
         out, mass = attend_compressed(q, near, far, sinks, window=self.window, scale=scale, want_mass=learn)
         aux: Aux = {}
         if learn and scorer is not None and far is not None and mass is not None:
@@ -222,14 +222,14 @@ class CompressedAttention(Layer, kw_only=True):
 
     @property
     def _index_scale(self) -> float:
-        return self._widths[1] ** -0.5
+        return self.widths[1] ** -0.5
 
     def _far(
         self, x: Array, c: Array, angles: tuple[Array, Array], ctx: Context, cache: CompressedCache | None
     ) -> tuple[Far, tuple[Array, Array, Array, Array] | None, CompressedCache | None]:
         """Entries and which of them are met; the scores' parts `q, w, k` and choice of an indexer; the cache with all that is new."""
         m, before, index_before = self.compress_rate or 1, None, None
-        compressor = self._compressor(self._widths[0], parent=self, name="compress")
+        compressor = self._compressor(self.widths[0], parent=self, name="compress")
         docs: Docs | None = None
         if cache is None:
             windows, reach = whole_windows(ctx.positions, ctx.segments, m)
@@ -291,7 +291,7 @@ class CompressedAttention(Layer, kw_only=True):
         if pages is not None:
             raise UserError("cache: paged compressed caches are not available; leave pages at null")
         self.rope.check_cache(length)
-        k, i, _ = self._widths
+        k, i, _ = self.widths
         near, far = (recent_slots(n, draft) for n in self._before)
         window = jnp.zeros((batch, near, k), dtype)
         if self.compress_rate is None:
@@ -304,7 +304,7 @@ class CompressedAttention(Layer, kw_only=True):
     @property
     def _recent_width(self) -> int:
         """Elements that a token brings to the windows it is part of."""
-        k, i, _ = self._widths
+        k, i, _ = self.widths
         return 2 * self._compressor(k).width + (0 if self.top_k is None else 2 * self._compressor(i).width)
 
     @nn.nowrap
@@ -314,7 +314,7 @@ class CompressedAttention(Layer, kw_only=True):
 
         Cache: `(k + k_i) / m` elements a token; `(W - 1) k`, and `span - 1` times what a token brings, whatever the context.
         """
-        k, i, _ = self._widths
+        k, i, _ = self.widths
         d, h, g, r, r_o = self.d_model, self.num_heads, self.out_groups, self.q_lora_rank, self.out_lora_rank
         size = jnp.dtype(dtype).itemsize
         weights = d * r + r * h * k + d * k + h * k * r_o + g * r_o * d

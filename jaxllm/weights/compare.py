@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from jaxllm.layers.csa import CompressedAttention
 from jaxllm.layers.dsa import DSA
 from jaxllm.layers.gdn import GatedDeltaNet
 from jaxllm.layers.gqa import GQA
@@ -95,6 +96,9 @@ def _resolved(layer: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
         index = {"index_head_dim": layer.index_width} if isinstance(layer, DSA) else {}
         sizes = dict(zip(names, layer.sizes, strict=True))
         return {**sizes, **index, "scale": layer.score_scale, "latent_norm_eps": eps}
+    if isinstance(layer, CompressedAttention):
+        idle = {} if layer.top_k is not None else dict.fromkeys(("attend", "index_heads", "index_head_dim"), _ABSENT)
+        return {**dict(zip(("head_dim", "index_head_dim", "rope_head_dim"), layer.widths, strict=True)), **idle}
     if isinstance(layer, KDA):
         _, k, v = layer.state_sizes
         sizes = {"head_dim": k, "value_dim": v, "gate_rank": layer.decay_rank, "output_gate_rank": layer.out_rank}

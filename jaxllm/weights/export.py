@@ -17,6 +17,7 @@ import numpy as np
 from jaxllm.errors import UserError
 from jaxllm.weights.choose import Choice
 from jaxllm.weights.family import Placed, leaves
+from jaxllm.weights.forms import Table
 from jaxllm.weights.hf_folder import CONFIG, INDEX, SINGLE
 from jaxllm.weights.safetensors_file import write_safetensors
 from jaxllm.weights.tensors import WEIGHT_DTYPES
@@ -61,7 +62,9 @@ def write_folder(
     names = [(name, place, at) for place in choice.places for name, at in zip(place.names, place.at, strict=True)]
     shapes = {name: tuple(place.rule.form.shape(place.shapes)) for name, place, _ in names}
     sizes = {name: int(np.prod(shape, dtype=np.int64)) for name, shape in shapes.items()}
-    shards = _shards({name: size * kind.itemsize for name, size in sizes.items()}, shard_bytes)
+    others = {name: np.dtype(np.int64) for name, place, _ in names if isinstance(place.rule.form, Table)}
+    held_bytes = {name: size * others.get(name, kind).itemsize for name, size in sizes.items()}
+    shards = _shards(held_bytes, shard_bytes)
     found, held = leaves(params), dict[str, np.ndarray]()
     index: dict[str, str] = {}
     where = {name: (place, at) for name, place, at in names}
@@ -70,13 +73,13 @@ def write_folder(
         for done, name in enumerate(members, len(index) + 1):
             if progress is not None:
                 progress(done, len(names))
-            yield name, _tensor(*where[name], found, held).astype(kind, copy=False)
+            yield name, _tensor(*where[name], found, held).astype(others.get(name, kind), copy=False)
 
     for number, members in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / file, {name: shapes[name] for name in members}, kind, made(members))
+        write_safetensors(folder / file, {name: shapes[name] for name in members}, kind, made(members), others)
         index |= dict.fromkeys(members, file)
-    total = {"tensors": len(names), "params": sum(sizes.values()), "bytes": sum(sizes.values()) * kind.itemsize}
+    total = {"tensors": len(names), "params": sum(sizes.values()), "bytes": sum(held_bytes.values())}
     if len(shards) > 1:
         metadata = {"total_size": total["bytes"], "total_parameters": total["params"]}
         _write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(index.items()))})

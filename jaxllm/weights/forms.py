@@ -43,6 +43,14 @@ class Same:
 
 
 @dataclass(frozen=True)
+class Table(Same):
+    """Whole numbers, written as int64: which expert a token goes to."""
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return arrays[0].astype(np.int64)
+
+
+@dataclass(frozen=True)
 class Flat:
     """A vector of all heads: biases `[h k]` as `[h k]` in one axis."""
 
@@ -221,3 +229,35 @@ class Experts:
 
     def _turned(self, shape: Shape) -> bool:
         return self.outputs_first and len(shape) == 3
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One Linear a group, below each other, `[(g o), i]`; ours are `[g i.. o]`."""
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        g, *inputs, o = ours[0]
+        return g * o, math.prod(inputs)
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        g, *_, o = ours[0]
+        return [tensor.reshape(g, o, -1).transpose(0, 2, 1).reshape(ours[0])]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        (array,) = arrays
+        g, o = array.shape[0], array.shape[-1]
+        return array.reshape(g, -1, o).transpose(0, 2, 1).reshape(g * o, -1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix whose rows are all but our first axis: hyper-connections' `[m n d]` as `[m (n d)]`."""
+
+    def shape(self, ours: Sequence[Shape]) -> Shape:
+        return ours[0][0], math.prod(ours[0][1:])
+
+    def split(self, tensor: np.ndarray, ours: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensor.reshape(ours[0])]
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return arrays[0].reshape(arrays[0].shape[0], -1)

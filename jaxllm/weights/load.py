@@ -23,7 +23,8 @@ from jaxllm.params import Params, declare
 from jaxllm.weights.config_json import ConfigJson, Warn
 from jaxllm.weights.families import family_of
 from jaxllm.weights.family import Family, Node, NoPlace, Placed, leaves, plan
-from jaxllm.weights.tensors import WEIGHT_DTYPES, TensorSource
+from jaxllm.weights.forms import Table
+from jaxllm.weights.tensors import TABLE_DTYPES, WEIGHT_DTYPES, TensorSource
 
 ALIGNED = 64  # bytes
 Bounds = tuple[tuple[int, int], ...]  # of a shard: (start, stop) on each axis
@@ -102,9 +103,11 @@ def _check(places: Iterable[Placed], family: Family, model: LanguageModel, sourc
     """Missing, mis-shaped, of no weight's type, left over: one line that names the tensor."""
     there = set(source.names())
     wanted: dict[str, tuple[int, ...]] = {}
+    whole: set[str] = set()
     for place in places:
         shape = place.rule.form.shape(place.shapes)
         wanted |= {name: shape for name in place.names}
+        whole.update(place.names if isinstance(place.rule.form, Table) else ())
     for name, shape in wanted.items():
         if name not in there:
             raise UserError(f"{source.where}: tensor {name} is missing; expected one of shape {list(shape)}")
@@ -112,8 +115,10 @@ def _check(places: Iterable[Placed], family: Family, model: LanguageModel, sourc
             raise UserError(
                 f"{source.where}: tensor {name}: expected shape {list(shape)}, found {list(source.shape(name))}"
             )
-        if source.dtype(name).name not in WEIGHT_DTYPES:
-            raise UserError(f"{source.where}: tensor {name} is of type {source.dtype(name).name}, which is no weight's")
+        if source.dtype(name).name not in (TABLE_DTYPES if name in whole else WEIGHT_DTYPES):
+            raise UserError(
+                f"{source.where}: tensor {name} is of type {source.dtype(name).name}, which is no {'table' if name in whole else 'weight'}'s"
+            )
     patterns = (*family.ignore, *family.aside(source.config))
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
     for name in sorted(there - set(wanted)):

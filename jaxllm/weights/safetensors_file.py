@@ -18,14 +18,22 @@ NAMES = {kind: name for name, kind in DTYPES.items()}
 
 
 def write_safetensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any], tensors: Iterable[tuple[str, np.ndarray]]
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype[Any],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    others: Mapping[str, np.dtype[Any]] | None = None,
 ) -> None:
-    """Write `tensors`, which come as (name, array) in the order of `shapes`, all of one dtype. Raises ValueError for one that does not."""
+    """Write `tensors`, which come as (name, array) in the order of `shapes`; `others`: dtypes of those that are not of `dtype`.
+
+    Raises ValueError for a tensor that comes out of turn, or of another shape or dtype.
+    """
+    kinds = {name: (others or {}).get(name, dtype) for name in shapes}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * kinds[name].itemsize
+        header[name] = {"dtype": NAMES[kinds[name]], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -33,7 +41,7 @@ def write_safetensors(
         file.write(text)
         left = iter(shapes.items())
         for name, array in tensors:
-            if (name, array.shape) != next(left, None) or array.dtype != dtype:
+            if (name, array.shape) != next(left, None) or array.dtype != kinds[name]:
                 raise ValueError(f"{path}: {name} {array.dtype}{list(array.shape)} is not the tensor that comes next")
             file.write(np.ascontiguousarray(array).view(np.uint8).data)
         if (missing := next(left, None)) is not None:

@@ -26,6 +26,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
 }
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+TABLE_DTYPES = ("int32", "int64")
 
 
 class TensorSource(Protocol):

@@ -100,6 +100,14 @@ MODELS = {
             "yarn", factor=4.0, mscale=0.707, mscale_all_dim=1.0, original_max_position_embeddings=16, rope_theta=500.0))),
     "deepseek_v32": ("deepseek_v32", dict(
         **DEEPSEEK, **INDEXER, q_lora_rank=10, n_shared_experts=1, n_group=4, topk_group=2, num_hidden_layers=2)),
+    "deepseek_v4": ("deepseek_v4", dict(
+        **EXPERTS, intermediate_size=8, num_hidden_layers=4, num_key_value_heads=1, head_dim=12, qk_rope_head_dim=4, q_lora_rank=10, n_shared_experts=1,
+        sliding_window=5, o_groups=2, o_lora_rank=6, index_topk=2, index_n_heads=16, index_head_dim=8,
+        hc_mult=2, num_nextn_predict_layers=0, routed_scaling_factor=1.3, swiglu_limit=0.9,
+        layer_types=["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention", "compressed_sparse_attention"],
+        compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=6),
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+        **rope("yarn", factor=4.0, original_max_position_embeddings=16))),
     "glm_moe_dsa": ("glm_moe_dsa", dict(
         **DEEPSEEK, **INDEXER, q_lora_rank=10, n_shared_experts=1, n_group=1, topk_group=1, num_hidden_layers=4,
         indexer_types=["full", "shared", "shared", "full"], mlp_layer_types=["dense", "sparse", "dense", "sparse"])),
@@ -140,8 +148,11 @@ def draw(model: torch.nn.Module, seed: int) -> None:
                 value = 0.3 * noise
             p.copy_((value * 4096).round() / 4096)
         kept = model.state_dict()
-        for name, buffer in model.named_buffers():  # biases that only choose experts
-            if name in kept:
+        for name, buffer in model.named_buffers():  # biases that only choose experts, tables that choose by token
+            if name.endswith("tid2eid"):
+                count = model.config.n_routed_experts
+                buffer.copy_(torch.rand(len(buffer), count, generator=generator).argsort(-1)[:, : buffer.shape[1]])
+            elif name in kept:
                 buffer.copy_((0.2 * torch.randn(buffer.shape, generator=generator) * 4096).round() / 4096)
 
 
@@ -190,9 +201,12 @@ def greedy(model, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def left_padded(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The second row loses its first LEFT tokens; their places are padding."""
+    """The second row loses LEFT tokens, its first wherever the class can do that; their places are padding."""
     mask = torch.ones_like(ids)
-    mask[1, :LEFT] = 0
+    if model.config.model_type == "deepseek_v4":  # its windows count padding on the left as tokens
+        mask[1, -LEFT:] = 0
+    else:
+        mask[1, :LEFT] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     padded = ids * mask
     logits = model(input_ids=padded, attention_mask=mask, position_ids=positions, use_cache=False).logits
@@ -209,7 +223,7 @@ def reference(model, ids: torch.Tensor) -> tuple[dict, dict]:
             "greedy": greedy(model, ids[:, :PROMPT]),
             **left_padded(model, ids),
         }
-    arrays |= {f"hidden_{i}": h for i, h in enumerate(out.hidden_states)}
+    arrays |= {f"hidden_{i}": h.mean(2) if h.ndim == 4 else h for i, h in enumerate(out.hidden_states)}
     logits = model(input_ids=ids, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
     loss.backward()

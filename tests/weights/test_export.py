@@ -54,8 +54,16 @@ FRESH = {"gpt2", "gemma2", "nanochat", "olmo2", "mimo_v2_flash", "mixtral", "qwe
          "qwen3_next"}  # fmt: skip
 
 
+# DeepSeek-V4's class saves some tensors, and the stem of all but the head, otherwise than they were released.
+V4_SAVED = {"embed_tokens.weight": "embed.weight", "attn.norm.weight": "attn.kv_norm.weight", "hc_head.hc_": "hc_head_"}
+
+
 def released(name, key):
     """transformers saves Kimi Linear's dense layers under the name of those with experts; released files do not."""
+    if name == "deepseek_v4":
+        for saved, own in V4_SAVED.items():
+            key = key.replace(saved, own)
+        return key.removeprefix("model.")
     return re.sub(r"block_sparse_moe\.(?=\w+_proj)", "mlp.", key) if name == "kimi_linear" else key
 
 

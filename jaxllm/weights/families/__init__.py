@@ -8,6 +8,7 @@ from jaxllm.errors import UserError
 from jaxllm.weights.families import (
     deepseek,
     deepseek_sparse,
+    deepseek_v4,
     gemma,
     gpt2,
     gpt_oss,
@@ -41,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
     deepseek.DEEPSEEK_V2,
     deepseek_sparse.DEEPSEEK_V32,
     deepseek_sparse.GLM_MOE_DSA,
+    deepseek_v4.DEEPSEEK_V4,
     mimo.MIMO_V2_FLASH,
     gpt_oss.GPT_OSS,
     qwen_next.QWEN3_NEXT,

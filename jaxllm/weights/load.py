@@ -116,9 +116,9 @@ def _check(places: Iterable[Placed], family: Family, model: LanguageModel, sourc
                 f"{source.where}: tensor {name}: expected shape {list(shape)}, found {list(source.shape(name))}"
             )
         if source.dtype(name).name not in (TABLE_DTYPES if name in whole else WEIGHT_DTYPES):
-            raise UserError(
-                f"{source.where}: tensor {name} is of type {source.dtype(name).name}, which is no {'table' if name in whole else 'weight'}'s"
-            )
+            kind = "table" if name in whole else "weight"
+            found = source.dtype(name).name
+            raise UserError(f"{source.where}: tensor {name} is of type {found}, which is no {kind}'s")
     patterns = (*family.ignore, *family.aside(source.config))
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
     for name in sorted(there - set(wanted)):

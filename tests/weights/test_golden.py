@@ -45,6 +45,7 @@ CACHED = [
     "kimi_linear",
     "qwen3_next",
     "glm_moe_dsa",
+    "deepseek_v4",
 ]
 # Their angles depend on the length of a call, so that those of the last call are not those that earlier tokens were chosen by.
 BY_LENGTH = ["llama_dynamic", "llama_longrope"]

@@ -89,6 +89,7 @@ class MeshSettings:
 SECTIONS = {
     "train": "jaxllm.training.settings.TrainSettings",
     "count": "jaxllm.tasks.count.CountSettings",
+    "read": "jaxllm.inference.settings.ReadSettings",
     "mesh": "jaxllm.config.MeshSettings",
 }
 ROOT_SECTIONS = {  # their fields are root keys

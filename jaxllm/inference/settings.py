@@ -1,6 +1,8 @@
-"""The keys of `task=generate`. They stand at the root of the config, beside the common `seed` and `source`."""
+"""The keys of `task=generate`, which stand at the root of the config beside the common `seed` and `source`, and of `task=read`."""
 
 from dataclasses import dataclass
+
+from jaxllm.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,17 @@ class GenerateSettings:
     min_p: float = 0.0
     seed: int = 0
     cache: bool = True
+
+
+@dataclass(frozen=True)
+class ReadSettings:
+    """`read.*`: tokens to read in pieces of `chunk`, then tokens to decode."""
+
+    tokens: int = 65536
+    chunk: int = 2048
+    decode: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "chunk", "decode"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: {getattr(self, name)} must be at least 1")

@@ -26,6 +26,7 @@ TASKS = {
     "convert": "jaxllm.tasks.convert",
     "logits": "jaxllm.tasks.logits",
     "check": "jaxllm.tasks.check",
+    "read": "jaxllm.tasks.read",
 }
 # Tasks that always make a run folder; the others do when `run_dir` is given, and in a sweep.
 WRITES = frozenset({"train"})

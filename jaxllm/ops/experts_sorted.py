@@ -41,14 +41,14 @@ SMALL = 2048  # rows of all experts up to which each expert gets one for every t
 
 
 def capacity_of(tokens: int, choices: int, experts: int) -> int:
-    """Rows an expert gets: an even share and one and a half standard deviations of a fair draw, in multiples of 8.
+    """Rows an expert gets: an even share and two standard deviations of a fair draw, in multiples of 8.
 
     A token chooses an expert once, so `tokens` rows are enough for anything; few tokens get them.
     """
     if tokens * experts <= SMALL:
         return tokens
     share = choices / experts
-    return min(tokens, 8 * max(1, round((share + 1.5 * share**0.5) / 8)))
+    return min(tokens, 8 * max(1, round((share + 2 * share**0.5) / 8)))
 
 
 def block_of(tokens: int, capacity: int) -> int:

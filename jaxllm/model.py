@@ -19,7 +19,8 @@ from flax import struct
 from jax import Array
 
 from jaxllm.errors import UserError
-from jaxllm.layers.base import Aux, Context, Cost, Normal, param
+from jaxllm.layers.base import Aux, Context, Cost, Normal, merged, named, param
+from jaxllm.layers.mtp import MultiToken
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.residual import Residual
 from jaxllm.mesh import shard
@@ -42,19 +43,6 @@ class Out:
     hidden: Array
     capture: dict[str, Array]
     aux: Aux
-
-
-def _named(aux: Aux, name: str) -> Aux:
-    """Prefix a child's keys with its name. Losses keep theirs: they are summed over the whole model."""
-    out = {}
-    for key, value in aux.items():
-        kind, _, rest = key.partition("/")
-        out[key if kind == "loss" else f"{kind}/{name}/{rest}"] = value
-    return out
-
-
-def _merge(into: Aux, more: Aux) -> Aux:
-    return {**into, **{key: into[key] + value if key in into else value for key, value in more.items()}}
 
 
 class Block(nn.Module, kw_only=True):
@@ -86,7 +74,7 @@ class Block(nn.Module, kw_only=True):
         site = self.residual(site="mixer", name="residual_mixer")
         with jax.named_scope("mixer"):
             x = before(site.read(R), "norm_mixer")
-            view = cache.view(ctx.rows) if isinstance(cache, Paged) else cache
+            view = cache.view(ctx) if isinstance(cache, Paged) else cache
             y, view, shared, aux_mixer = self.mixer(name="mixer")(x, ctx, view, shared)
             cache = cache.store(view, ctx) if isinstance(cache, Paged) else view
             R = site.write(R, after(y, "norm_mixer_out"))
@@ -94,7 +82,7 @@ class Block(nn.Module, kw_only=True):
         with jax.named_scope("ffn"):
             y, aux_ffn = self.ffn(name="ffn")(before(site.read(R), "norm_ffn"), ctx)
             R = site.write(R, after(y, "norm_ffn_out"))
-        return R, cache, shared, _merge(_named(aux_mixer, "mixer"), _named(aux_ffn, "ffn"))
+        return R, cache, shared, merged(named(aux_mixer, "mixer"), named(aux_ffn, "ffn"))
 
 
 class Period(nn.Module, kw_only=True):
@@ -116,7 +104,7 @@ class Period(nn.Module, kw_only=True):
             name = f"b{j}"
             R, cache, shared, more = block(name=name)(R, ctx, None if caches is None else caches[name], shared)
             new_caches[name] = cache
-            aux = _merge(aux, _named(more, name))
+            aux = merged(aux, named(more, name))
             if "stream" in ctx.capture:
                 aux[f"capture/{name}/stream"] = scheme.view(R)
         return (scheme.split(R)[0], shared), (None if caches is None else new_caches, aux)
@@ -131,7 +119,8 @@ class LanguageModel(nn.Module, kw_only=True):
     embed_scale: the embedding is multiplied by it (Gemma: sqrt(d_model)). learned_positions: rows of a table that is added to it
     (GPT-2), and with it the longest sequence. embed_norm: a norm right after the embedding (nanochat). pre_norms, post_norms: see
     `Block` (Gemma 2: both; OLMo 2: only post). logit_scale: factor on the logits before the softcap (Granite: 1 / logits_scaling).
-    max_seq_len: the longest sequence allowed; null = `learned_positions`, or no limit.
+    max_seq_len: the longest sequence allowed; null = `learned_positions`, or no limit. mtp: heads that predict further tokens
+    (`jaxllm.layers.mtp`), run when `capture` asks for "mtp": `capture["mtp"] [depth, b, t, d]`, ready for the head.
     """
 
     vocab_size: int
@@ -141,6 +130,7 @@ class LanguageModel(nn.Module, kw_only=True):
     ffns: Mapping[str, Callable[..., nn.Module]]
     residual: Callable[..., Residual] = Residual
     norm: Callable[..., nn.Module] = RMSNorm
+    mtp: Callable[..., MultiToken] | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     embed_scale: float | None = None
@@ -182,7 +172,7 @@ class LanguageModel(nn.Module, kw_only=True):
         for kind, partials in (
             ("mixers", self.mixers),
             ("ffns", self.ffns),
-            ("", {"residual": self.residual, "norm": self.norm}),
+            ("", {"residual": self.residual, "norm": self.norm, "mtp": self.mtp}),
         ):
             for role, partial in partials.items():
                 if isinstance(
@@ -192,6 +182,8 @@ class LanguageModel(nn.Module, kw_only=True):
                         f"model.{kind}{'.' if kind else ''}{role}: needs _partial_: true, got a finished {type(partial).__name__}"
                     )
         self.residual_site("out").check(self.groups)
+        if (heads := self.mtp_heads()) is not None:
+            check_roles([Group(1, ((heads.mixer, heads.ffn),))], self.mixers, self.ffns, key="model.mtp")
         super().__post_init__()
 
     # ---- what the fields mean ------------------------------------------------------------------------------------------------------
@@ -250,20 +242,34 @@ class LanguageModel(nn.Module, kw_only=True):
         return self.residual(**supplied, **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
 
     @nn.nowrap
-    def _block(self, mixer_role: str, ffn_role: str) -> Callable[..., Block]:
-        def make(**kwargs: Any) -> Block:
-            return Block(
-                mixer=lambda **kw: self.mixer(mixer_role, **kw),
-                ffn=lambda **kw: self.ffn(ffn_role, **kw),
-                residual=self.residual_site,
-                norm=self.norm_layer,
-                pre_norms=self.pre_norms,
-                post_norms=self.post_norms,
-                dropout=self.dropout,
-                **kwargs,
-            )
+    def mtp_heads(self, **kwargs: Any) -> MultiToken | None:
+        """The heads that look further ahead, if there are any; unbound unless `name` is given."""
+        if self.mtp is None:
+            return None
+        supplied = {name: value for name, value in self._supplied().items() if name != "norm_eps"}
 
-        return make
+        def block(**kw: Any) -> nn.Module:
+            policy = REMAT[self.remat]
+            made = self._block(heads.mixer, heads.ffn)
+            kind = Block if policy is None else nn.remat(Block, policy=policy)
+            return kind(**made.keywords | {"residual": functools.partial(Residual, **self._supplied())}, **kw)
+
+        supplied |= {"block": block, "norm_layer": self.norm_layer}
+        heads = self.mtp(**supplied, **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
+        return heads
+
+    @nn.nowrap
+    def _block(self, mixer_role: str, ffn_role: str) -> functools.partial[Block]:
+        return functools.partial(
+            Block,
+            mixer=lambda **kw: self.mixer(mixer_role, **kw),
+            ffn=lambda **kw: self.ffn(ffn_role, **kw),
+            residual=self.residual_site,
+            norm=self.norm_layer,
+            pre_norms=self.pre_norms,
+            post_norms=self.post_norms,
+            dropout=self.dropout,
+        )
 
     # ---- the forward pass ----------------------------------------------------------------------------------------------------------
 
@@ -279,6 +285,7 @@ class LanguageModel(nn.Module, kw_only=True):
             self.norm_embed = self.norm_layer(name="norm_embed")
         self.final_norm = self.norm_layer(name="final_norm")
         self.residual_out = self.residual_site("out", name="residual_out")
+        self.further = self.mtp_heads(name="mtp")
         self.periods = [self._periods(i) for i in range(len(self.groups))]
 
     @nn.nowrap
@@ -405,12 +412,17 @@ class LanguageModel(nn.Module, kw_only=True):
             done += group.layers
             R, shared, caches, group_aux = self._group(i, R, shared, ctx, cache)
             new_cache.update(caches)
-            for k, value in _named(group_aux, f"g{i}").items():
-                aux = _merge(aux, {k: jnp.sum(value, axis=0)} if k.startswith("loss/") else {k: value})
+            for k, value in named(group_aux, f"g{i}").items():
+                aux = merged(aux, {k: jnp.sum(value, axis=0)} if k.startswith("loss/") else {k: value})
             if streams:
                 ordered = [aux.pop(f"capture/g{i}/b{j}/stream") for j in range(len(self.groups[i].period))]
                 streams.append(jnp.stack(ordered, axis=1).reshape(-1, *x.shape))
-        hidden = self.final_norm(self.residual_out.finish(R))
+        last = self.residual_out.finish(R)
+        hidden = self.final_norm(last)
+        if self.further is not None and cache is None and ("mtp" in ctx.capture or self.is_initializing()):
+            trunk = hidden if self.further.hidden == "post_norm" else last
+            aux["capture/mtp"], more = self.further(trunk, self._embed, ctx, self._shared_start(ctx))
+            aux = merged(aux, named(more, "mtp"))
         capture = {k.removeprefix("capture/"): aux.pop(k) for k in list(aux) if k.startswith("capture/")}
         if streams:  # entry k is the stream after k blocks: 0 = embeddings, num_layers = before the final norm
             capture["stream"] = jnp.concatenate(streams)
@@ -507,4 +519,8 @@ class LanguageModel(nn.Module, kw_only=True):
             for mixer, ffn in group.period:
                 layer = self.mixer(mixer).cost(batch, t, s, dtype) + self.ffn(ffn).cost(batch, t, s, dtype)
                 total = total + (layer + Cost(activation_bytes=4 * batch * t * d * size)) * group.repeats
+        if (heads := self.mtp_heads()) is not None:  # held, but no part of a call without capture
+            layers = (self.mixer(heads.mixer), self.ffn(heads.ffn))
+            held = heads.depth * sum(layer.cost(1, 1, 1, dtype).params for layer in layers)
+            total = total + Cost(params=held + heads.extra_params())
         return total + self.residual_site("out").cost(batch, t, self.groups, dtype)

@@ -51,15 +51,15 @@ def parse(layers: str) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def check_roles(groups: Iterable[Group], mixers: Iterable[str], ffns: Iterable[str]) -> None:
-    """Every role used must be defined."""
+def check_roles(groups: Iterable[Group], mixers: Iterable[str], ffns: Iterable[str], key: str = "model.layers") -> None:
+    """Every role used must be defined. key: where they are used, for the message."""
     mixers, ffns = list(mixers), list(ffns)
     for group in groups:
         for pair in group.period:
-            for role, known, key in zip(pair, (mixers, ffns), ("mixers", "ffns"), strict=True):
+            for role, known, part in zip(pair, (mixers, ffns), ("mixers", "ffns"), strict=True):
                 if role not in known:
                     near = difflib.get_close_matches(role, known, n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
                     raise UserError(
-                        f"model.layers: role {role!r} is not in model.{key} (has {', '.join(known) or 'nothing'}){hint}"
+                        f"{key}: role {role!r} is not in model.{part} (has {', '.join(known) or 'nothing'}){hint}"
                     )

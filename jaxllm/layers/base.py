@@ -212,6 +212,20 @@ class Cost:
         return Cost(*(a * times for a in dataclasses.astuple(self)))
 
 
+def named(aux: Aux, name: str) -> Aux:
+    """Prefix a child's keys with its name. Losses keep theirs: they are summed over the whole model."""
+    out = {}
+    for key, value in aux.items():
+        kind, _, rest = key.partition("/")
+        out[key if kind == "loss" else f"{kind}/{name}/{rest}"] = value
+    return out
+
+
+def merged(into: Aux, more: Aux) -> Aux:
+    """Both; what both have is added."""
+    return {**into, **{key: into[key] + value if key in into else value for key, value in more.items()}}
+
+
 def matrices_as(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """For `prepare`: the projections (`*_proj`) in the dtype they are multiplied in, so that no call converts them again."""
 

@@ -1,0 +1,45 @@
+"""MTP in the train step: any split into micro-batches gives the same update, weights and schedules count, generation does not notice."""
+
+import functools
+
+import jax
+import numpy as np
+
+from jaxllm.layers.base import Context
+from jaxllm.layers.mtp import ChainedMTP
+from jaxllm.params import init_params, unstack
+from jaxllm.training.objectives import MultiToken, NextToken
+
+
+MTP = functools.partial(ChainedMTP, mixer="global", ffn="dense", depth=2)
+
+
+def objectives(weight=0.3):
+    return {"next_token": NextToken(chunk=24)} | {f"mtp_{k}": MultiToken(weight=weight, depth=k) for k in (1, 2)}
+
+
+def test_any_split_gives_the_same_update_and_the_heads_learn(tiny):
+    batches = [tiny.batch(rows=4, length=16, seed=seed % 2) for seed in range(6)]
+    whole, metrics = tiny.run(tiny.model(mtp=MTP), batches, objectives())
+    split, again = tiny.run(tiny.model(mtp=MTP), batches, objectives(), accumulate=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4), whole.params, split.params)
+    for one, two in zip(metrics, again, strict=True):
+        for name in ("loss", "mtp_1", "mtp_2", "mtp_1/accuracy"):
+            np.testing.assert_allclose(one[name], two[name], rtol=1e-3, atol=1e-4, err_msg=name)
+        terms = one["next_token"] + 0.3 * (one["mtp_1"] + one["mtp_2"]) + one["aux_balance"]
+        np.testing.assert_allclose(one["loss"], terms, rtol=1e-5)
+    assert metrics[-1]["mtp_1"] < metrics[0]["mtp_1"] and metrics[-1]["mtp_2"] < metrics[0]["mtp_2"]
+
+
+def test_a_cache_and_a_plain_call_ignore_the_heads(tiny):
+    with_heads, without = tiny.model("gqa", mtp=MTP), tiny.model("gqa")
+    params = init_params(with_heads, jax.random.key(0))
+    plain = {name: value for name, value in params.items() if name != "mtp"}
+    tokens = np.arange(8)[None]
+    want = without.apply({"params": plain}, Context.whole(tokens))[1].logits
+    np.testing.assert_array_equal(with_heads.apply({"params": params}, Context.whole(tokens))[1].logits, want)
+    decoder = with_heads.unrolled()
+    flat = decoder.prepare(unstack(with_heads, params))
+    step = Context.step(tokens, np.zeros(1), capture=("mtp",))
+    _, out = decoder.apply({"params": flat}, step, decoder.init_cache(1, 16))
+    np.testing.assert_allclose(out.logits, want, atol=1e-5)

@@ -10,7 +10,6 @@ from jaxllm.layers.mtp import ChainedMTP
 from jaxllm.params import init_params, unstack
 from jaxllm.training.objectives import MultiToken, NextToken
 
-
 MTP = functools.partial(ChainedMTP, mixer="global", ffn="dense", depth=2)
 
 

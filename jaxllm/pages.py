@@ -31,9 +31,9 @@ PAGES = "pages"  # the one table of a row, in `Rows.tables`
 
 
 class Pages(NamedTuple):
-    """Sizes of the pools: `count` pages of `size` tokens, page 0 among them."""
+    """Sizes of the pools: `total` pages of `size` tokens, page 0 among them."""
 
-    count: int
+    total: int
     size: int
 
 
@@ -51,8 +51,10 @@ class Paged:
     pool: Any
     leaves: tuple[Leaf, ...] = struct.field(pytree_node=False)
 
-    def view(self, rows: Rows) -> Any:
+    def view(self, ctx: Context) -> Any:
         """The rows' caches, as the layer itself would make them."""
+        rows = ctx.rows
+        assert rows is not None
         table = rows.tables[PAGES]
         return self._each(
             lambda leaf, x: (
@@ -106,7 +108,7 @@ def paged_of(make: Callable[[int, int], Any], slots: int, length: int, pages: Pa
             raise UserError(
                 f"server.page_size: {pages.size} is not a multiple of {leaf.tokens}, the tokens that a layer compresses into one entry"
             )
-    states, pool = make(slots, length), make(pages.count, pages.size)
+    states, pool = make(slots, length), make(pages.total, pages.size)
     mixed = [
         state if leaf.axis is None else page
         for leaf, state, page in zip(leaves, jax.tree.leaves(states), jax.tree.leaves(pool), strict=True)

@@ -153,12 +153,13 @@ class Sampling:
 
 @struct.dataclass
 class Wishes:
-    """What `adjust` needs of a batch besides its history, one entry a row: repetition, presence, frequency float32 [b].
+    """What `adjust` needs of a batch besides its history, one entry a row.
 
-    until int32 [b], stops int32 [b MOST_STOPS + 4]: at positions before `until` no id of `stops` is drawn; ids past the vocabulary
-    fill the row.
+    active int32 [b]: 1 where a row needs any of it. repetition, presence, frequency float32 [b]. until int32 [b], stops int32
+    [b MOST_STOPS + 4]: at positions before `until` no id of `stops` is drawn; ids past the vocabulary fill the row.
     """
 
+    active: Any
     repetition: Any
     presence: Any
     frequency: Any
@@ -171,6 +172,7 @@ class Wishes:
         for row, ids in enumerate(stops):
             banned[row, : len(ids)] = ids[: banned.shape[1]]
         return cls(
+            active=np.array([p.remembers for p in params], np.int32),
             repetition=np.array([p.repetition_penalty for p in params], np.float32),
             presence=np.array([p.presence_penalty for p in params], np.float32),
             frequency=np.array([p.frequency_penalty for p in params], np.float32),

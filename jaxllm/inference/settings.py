@@ -47,3 +47,58 @@ class ReadSettings:
         for name in ("tokens", "chunk", "decode"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: {getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine holds its requests: the keys `server.*` that have to do with memory, batching and shapes.
+
+    cache: "paged" = pools of pages that rows share; "contiguous" = each row has a cache of its own for the longest sequence: the plainest
+    engine, and what to read first. rows: requests that run at once. max_len: tokens of the longest sequence, prompt and answer; null =
+    the model's limit, or 2,048. page_size: tokens of a page. pages: of the pool; null = enough for every row at its longest.
+    cache_dtype: null = the model's.
+
+    step_tokens: tokens that one step computes at most, decoding rows first; it must exceed rows. chunk: the longest piece of a prompt in
+    one call. policy: "reserve" = a request starts when it is sure to end; "optimistic" = when its prompt fits, and the youngest is
+    computed again when pages run out. prefix_cache: reuse pages of prompts that begin alike. queue: requests that may wait.
+
+    row_buckets, token_buckets, width_buckets: shapes that are compiled, ascending: rows of decoding, tokens of a chunk, pages of a row;
+    null = powers of two, and of four for widths. prompt_logprobs: compile also what scores prompts. overlap: dispatch a step before
+    the last one's tokens have been read. preempt_every: for tests.
+    """
+
+    cache: str = "paged"
+    rows: int = 8
+    max_len: int | None = None
+    page_size: int = 16
+    pages: int | None = None
+    cache_dtype: str | None = None
+    step_tokens: int = 512
+    chunk: int = 256
+    policy: str = "reserve"
+    prefix_cache: bool = True
+    queue: int = 1024
+    row_buckets: list[int] | None = None
+    token_buckets: list[int] | None = None
+    width_buckets: list[int] | None = None
+    prompt_logprobs: bool = True
+    overlap: bool = True
+    preempt_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache not in ("paged", "contiguous"):
+            raise UserError(f"server.cache: {self.cache!r} is not one of paged, contiguous")
+        if self.policy not in ("reserve", "optimistic"):
+            raise UserError(f"server.policy: {self.policy!r} is not one of reserve, optimistic")
+        for name in ("rows", "page_size", "chunk", "queue", "max_len", "pages"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"server.{name}: {value} must be at least 1")
+        if self.step_tokens <= self.rows:
+            raise UserError(
+                f"server.step_tokens: {self.step_tokens} must exceed rows={self.rows}, or prompts would never get a turn"
+            )
+        for name in ("row_buckets", "token_buckets", "width_buckets"):
+            if (sizes := getattr(self, name)) is not None and (
+                not sizes or sorted(set(sizes)) != sizes or sizes[0] < 1
+            ):
+                raise UserError(f"server.{name}: {sizes} must be ascending numbers of at least 1")

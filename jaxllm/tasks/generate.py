@@ -169,7 +169,7 @@ def _many(
     same = True
     for start in range(0, len(prompts), ROWS):
         batch = prompts[start : start + ROWS]
-        each = [sampling._replace(seed=sampling.seed + start + i) for i in range(len(batch))]
+        each = [sampling._replace(seed=settings.seed + start + i) for i in range(len(batch))]
         common: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "sampling": each}
         rows, stats = generator.generate(weights, batch, cache=settings.cache, **common)
         again, cached = (rows, stats) if settings.cache else generator.generate(weights, batch, cache=True, **common)

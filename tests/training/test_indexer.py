@@ -92,3 +92,21 @@ def test_the_experiment_warms_up_the_indexer_alone_beside_dense_attention():
     index = {path for path in paths if "/mixer/index/" in path}
     assert set(stages[0].frozen) == index and set(stages[1].frozen) == paths - index and stages[2].frozen == []
     assert stages[1].reset_optimizer and stages[2].reset_optimizer
+
+
+def test_a_small_deepseek_v4_trains_and_its_indexer_with_it():
+    """Window, HCA and CSA under hyper-connections, experts by hash and by sqrt(softplus): loss falls, and so does the indexer's."""
+    cfg = compose(["model=deepseek_v4_tiny", "model.d_model=32", "model.mixers.csa.top_k=2", "track=none"])
+    model = cfg.build("model", vocab_size=VOCAB)
+    optimiser = AdamW(lr=1e-2, schedule=Constant(), weight_decay=0.0)
+    stage = plan(
+        TrainSettings(steps=12, batch_size=ROWS, seq_len=T), (), model, optimiser, {"next_token": NextToken()}
+    )[0]
+    start = new_state(model, optimiser, 0)
+    step = make_train_step(stage.model, stage.objectives, stage.optimiser)
+    one = batch(jax.random.key(0))
+    end, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: step(s, one, 12), s, None, length=12))(start)
+    assert metrics["next_token"][-1] < 0.8 * metrics["next_token"][0]
+    assert metrics["aux_indexer"][-1] < metrics["aux_indexer"][0] and np.isfinite(metrics["loss"]).all()
+    still = set(leaves_by_path(start.params)) - changed(start, end)
+    assert still == {"g0/b0/ffn/router/table"}  # of token ids, which no step moves

@@ -5,6 +5,7 @@
 | recurrent | token by token (`jaxllm.ops.delta_rule`): the truth; the fastest forward of a small state on CPU | anywhere |
 | naive | chunks, the decays between all pairs of tokens in memory | short sequences |
 | chunk | chunks by matrix products (`jaxllm.ops.delta_chunk`), with a backward of its own and memory linear in the length | anywhere |
+| pallas | the same, a chunk's matrices by a kernel (`jaxllm.ops.delta_pallas`) | GPUs and TPUs; interpreted, and slow, elsewhere |
 
 `auto` is `chunk`, on CPU with a forward token by token where no derivative is asked for and the state stays in the processor's cache.
 Where the mesh splits the length, every kernel runs on each device's tokens and the states are composed (`jaxllm.ops.delta_parallel`).
@@ -23,7 +24,7 @@ from jaxllm.ops.delta_pairs import TILE
 from jaxllm.ops.delta_parallel import across
 from jaxllm.ops.delta_rule import chunk_naive, recurrent
 
-KERNELS = ("auto", "recurrent", "naive", "chunk")
+KERNELS = ("auto", "recurrent", "naive", "chunk", "pallas")
 SAFE_DECAY = -5.0  # the least log-decay of a token that a tile of sixteen may be factored with: see `delta_pairs.py`
 SMALL_STATE = (
     2**19
@@ -67,7 +68,7 @@ def _rule(kernel: str, chunk: int, bounded: bool, size: int) -> Any:
     if kernel == "naive":
         return functools.partial(chunk_naive, chunk=chunk)
     scan = kernel == "auto" and jax.default_backend() == "cpu" and size <= SMALL_STATE
-    return functools.partial(chunked, chunk=chunk, bounded=bounded, scan=scan)
+    return functools.partial(chunked, chunk=chunk, bounded=bounded, scan=scan, pallas=kernel == "pallas")
 
 
 def _over_devices(

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.ops.delta_pairs import Decays, decays_of, dot, pair_products, pair_products_pullback
+from jaxllm.ops.delta_pallas import chunk_matrices
 from jaxllm.ops.delta_rule import empty_state, recurrent
 
 BLOCK = 64  # chunks x rows x heads that are worked on at once: bounds the memory of what is not kept
@@ -30,13 +31,14 @@ BLOCK = 64  # chunks x rows x heads that are worked on at once: bounds the memor
 
 class Chunked(NamedTuple):
     """Static choices. chunk: C, a power of two. bounded: no log-decay is below -5. block: chunks at once. scan: where no derivative
-    is asked for, go token by token.
+    is asked for, go token by token. pallas: make T and M by the kernel of `delta_pallas.py`.
     """
 
     chunk: int
     bounded: bool
     block: int
     scan: bool
+    pallas: bool
 
 
 class Documents(NamedTuple):
@@ -132,11 +134,14 @@ def _parts(block: tuple[Array, ...], first: Array | None, cfg: Chunked) -> Parts
     return Parts(jnp.stack([beta * k, q], axis=-2), k, v, beta, decays, documents)
 
 
-def _forward(state: Array, parts: Parts) -> tuple[Array, Array, tuple[Array, ...]]:
-    """State after the block, outputs, and what the backward needs: T, M `[.. C C]`, V' and the state before every chunk."""
+def _matrices(parts: Parts) -> tuple[Array, Array]:
+    """T and M `[b h n C C]`."""
     lower, scores = pair_products(parts.readers, parts.k, parts.decays)
-    t = inverse(jnp.tril(parts.seen(lower), -1))
-    scores = jnp.tril(parts.seen(scores))
+    return inverse(jnp.tril(parts.seen(lower), -1)), jnp.tril(parts.seen(scores))
+
+
+def _forward(state: Array, parts: Parts, t: Array, scores: Array) -> tuple[Array, Array, tuple[Array, ...]]:
+    """State after the block, outputs, and what the backward needs: T, M `[.. C C]`, V' and the state before every chunk."""
     w = dot("...ri,...ik->...rk", t, parts.removers)
     u = dot("...ri,...iv->...rv", t, parts.beta * parts.v)
 
@@ -238,7 +243,14 @@ def _chunked_forward(
 ) -> tuple[tuple[Array, Array], Any]:
     def step(s: Array, x: Any) -> tuple[Array, Any]:
         block, first = x
-        s, out, kept = _forward(s, _parts(block, first, cfg))
+        made = _parts(block, first, cfg)
+        if cfg.pallas:
+            q, k, _, g, beta = (x.astype(jnp.float32) for x in block)
+            number = None if made.documents is None else made.documents.number
+            matrices = chunk_matrices(q, k, g, beta, number, cfg.bounded)
+        else:
+            matrices = _matrices(made)
+        s, out, kept = _forward(s, made, *matrices)
         return s, (out.astype(parts[2].dtype), kept)
 
     state, (out, kept) = _over_blocks(step, state, _all_blocks(parts, first, cfg))
@@ -276,10 +288,12 @@ def chunked(
     chunk: int = 64,
     bounded: bool = False,
     scan: bool = False,
+    pallas: bool = False,
 ) -> tuple[Array, Array]:
     """`recurrent` of `delta_rule.py`, in chunks of `chunk` tokens, a power of two; products and state are fp32 whatever the inputs.
 
     bounded: promises that no log-decay is below -5 (see `delta_pairs.py`). scan: run `recurrent` itself where no derivative is asked for.
+    pallas: by the kernel of `delta_pallas.py`.
     """
     b, t, h, _ = k.shape
     chunk = min(chunk, 1 << max(t - 1, 0).bit_length())
@@ -293,5 +307,7 @@ def chunked(
     g = g if g.ndim == k.ndim else g[..., None]
     args = tuple(padded(x) for x in (q, k, v, g, beta[..., None]))
     start = empty_state(k, v) if state is None else state.astype(jnp.float32)
-    out, end = _chunked(Chunked(chunk, bounded, block, scan), start, args, None if first is None else padded(first))
+    out, end = _chunked(
+        Chunked(chunk, bounded, block, scan, pallas), start, args, None if first is None else padded(first)
+    )
     return out[:, :t], end

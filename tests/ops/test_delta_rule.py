@@ -157,6 +157,30 @@ def test_chunks_are_the_recurrence_with_every_gradient(case, monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("case", ["C32-bounded", "C32-softplus", "C8-head"])
+def test_the_pallas_kernel_interpreted_is_the_recurrence(case):
+    """Several tiles a chunk, documents that end inside tiles and at their edges; the gradient takes what the kernel made."""
+    chunk, kind = int(case[1:].split("-")[0]), case.split("-")[1]
+    parts = inputs(t=70, b=2, h=1, least=-5.0 if kind == "bounded" else -60.0, scalar=kind == "head")
+    first = np.zeros((2, 70), bool)
+    first[1, [0, 5, 16, 40, 64]] = True
+    weights = np.random.default_rng(0).standard_normal((2, 70, 1, 5)).astype(np.float32)
+
+    def run(form):
+        def loss(*parts):
+            out, end = form(*parts, first)
+            return jnp.sum(out * weights) + jnp.sum(end), (out, end)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=range(5), has_aux=True))(*parts)
+
+    kernel = functools.partial(delta_rule, kernel="pallas", chunk=chunk, bounded=kind == "bounded")
+    ((_, got), got_grads), ((_, want), want_grads) = run(kernel), run(recurrent)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+    for a, b in zip(got_grads, want_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
 def test_one_decay_for_all_channels_is_gated_deltanet():
     parts = inputs(t=20, scalar=True)
     wide = (*parts[:3], np.broadcast_to(parts[3][..., None], parts[1].shape), parts[4])

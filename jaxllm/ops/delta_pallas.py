@@ -1,0 +1,127 @@
+"""The matrices of every chunk of the gated delta rule, T and M of `delta_chunk.py`, in one Pallas kernel for GPUs and TPUs.
+
+A program makes one chunk of one head: decays, products of all pairs, the inverse. What XLA writes to memory between these stays on the
+chip, and all chunks go at once; the state's walk over the chunks is left to XLA, which has it in few large products.
+
+Everything is in tiles of 16 tokens, read and written through references, since that is what both compilers take. Between tiles both
+exponents are sums of one pair's log-decays and never positive. Within a tile a bounded gate is factored around the middle row (no
+exponent leaves [-40, 40]); an unbounded one takes the differences first, `[16 16 k]`, which never leave the chip.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from jaxllm.ops.delta_pairs import TILE
+
+
+def _dot(a: Array, b: Array, transposed: bool = False) -> Array:
+    """`a @ b`, or `a @ b.T`."""
+    axes = ((1,), (1 if transposed else 0,))
+    return lax.dot_general(a, b, (axes, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _lower(size: int, strict: bool) -> Array:
+    row = lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    column = lax.broadcasted_iota(jnp.int32, (size, size), 1)
+    return row > column if strict else row >= column
+
+
+def _kernel(
+    q_ref: Any, k_ref: Any, g_ref: Any, beta_ref: Any, number_ref: Any, t_ref: Any, m_ref: Any, *, bounded: bool
+) -> None:
+    """One chunk: q, k, g `[C k]`, beta, number `[C 1]` -> T, M `[C C]`."""
+    chunk, width = q_ref.shape
+    size = min(TILE, chunk)
+    tiles = [pl.ds(n, size) for n in range(0, chunk, size)]
+    upto, strict = _lower(size, False), _lower(size, True)
+    summing = upto.astype(jnp.float32)
+
+    def load(rows: Any) -> tuple[Array, ...]:
+        g = jnp.broadcast_to(g_ref[rows, :], (size, width))
+        prefix = _dot(summing, g)
+        return q_ref[rows, :], k_ref[rows, :], prefix, jnp.sum(g, axis=0, keepdims=True), g
+
+    inverse: dict[tuple[int, int], Array] = {}
+    for i, rows in enumerate(tiles):
+        q, k, prefix, _, g = load(rows)
+        beta, number = beta_ref[rows, :], number_ref[rows, :]
+        kb = beta * k
+        below: dict[int, Array] = {}
+        between = jnp.zeros((1, width), jnp.float32)  # decays of the tiles that lie between the two
+        grown = jnp.exp(prefix)
+        for j in reversed(range(i)):
+            _, key, key_prefix, key_total, _ = load(tiles[j])
+            key = key * jnp.exp(key_total - key_prefix + between)
+            same = number == number_ref[tiles[j], :].reshape(1, size)
+            below[j] = jnp.where(same, _dot(kb * grown, key, True), 0.0)
+            m_ref[rows, tiles[j]] = jnp.where(same, _dot(q * grown, key, True), 0.0)
+            between = between + key_total
+        same = number == number.reshape(1, size)
+        lower, scores = _tile(q, k, kb, prefix, g, bounded)
+        m_ref[rows, rows] = jnp.where(same & upto, scores, 0.0)
+        inverse[i, i] = _tile_inverse(jnp.where(same & strict, lower, 0.0))
+        t_ref[rows, rows] = inverse[i, i]
+        for j in range(i):
+            total = sum((_dot(below[n], inverse[n, j]) for n in range(j, i)), jnp.zeros((size, size), jnp.float32))
+            inverse[i, j] = -_dot(inverse[i, i], total)
+            t_ref[rows, tiles[j]] = inverse[i, j]
+        for j in range(i + 1, len(tiles)):
+            t_ref[rows, tiles[j]] = jnp.zeros((size, size), jnp.float32)
+            m_ref[rows, tiles[j]] = jnp.zeros((size, size), jnp.float32)
+
+
+def _tile(q: Array, k: Array, kb: Array, prefix: Array, g: Array, bounded: bool) -> tuple[Array, Array]:
+    """Products of a tile with itself, for both readers; above the diagonal there is rubbish."""
+    size = k.shape[0]
+    if bounded:
+        first_half = lax.broadcasted_iota(jnp.int32, g.shape, 0) < size // 2
+        middle = jnp.sum(jnp.where(first_half, g, 0.0), axis=0, keepdims=True)
+        key, grown = k * jnp.exp(middle - prefix), jnp.exp(prefix - middle)
+        return _dot(kb * grown, key, True), _dot(q * grown, key, True)
+    difference = prefix[:, None, :] - prefix[None, :, :]
+    key = jnp.exp(jnp.minimum(difference, 0.0)) * k[None, :, :]
+    return jnp.sum(kb[:, None, :] * key, axis=-1), jnp.sum(q[:, None, :] * key, axis=-1)
+
+
+def _tile_inverse(lower: Array) -> Array:
+    """`(I - A)(I + A^2)(I + A^4)(I + A^8)`: see `delta_chunk.inverse`."""
+    size = lower.shape[0]
+    out, power, reach = (_lower(size, False) & ~_lower(size, True)).astype(jnp.float32) - lower, lower, 2
+    while reach < size:
+        power = _dot(power, power)
+        out, reach = out + _dot(out, power), 2 * reach
+    return out
+
+
+def chunk_matrices(
+    q: Array, k: Array, g: Array, beta: Array, number: Array | None, bounded: bool
+) -> tuple[Array, Array]:
+    """T and M `[b h n C C]` fp32 from q, k, g `[b h n C k]`, beta `[b h n C 1]` and the count of documents `[b 1 n C 1]`.
+
+    Runs interpreted, and slowly, where there is neither a GPU nor a TPU.
+    """
+    b, h, n, chunk, width = k.shape
+    number = jnp.zeros((b, 1, n, chunk, 1), jnp.int32) if number is None else number
+    number = jnp.broadcast_to(number, (b, h, n, chunk, 1))
+    operands = [x.reshape(math.prod((b, h, n)), chunk, x.shape[-1]) for x in (q, k, g, beta, number)]
+
+    def block(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, chunk, width), lambda i: (i, 0, 0))
+
+    square = jax.ShapeDtypeStruct((b * h * n, chunk, chunk), jnp.float32)
+    made = pl.pallas_call(
+        functools.partial(_kernel, bounded=bounded),
+        out_shape=(square, square),
+        grid=(b * h * n,),
+        in_specs=[block(x.shape[-1]) for x in operands],
+        out_specs=(block(chunk), block(chunk)),
+        interpret=jax.default_backend() not in ("gpu", "tpu"),
+    )(*operands)
+    t, scores = (x.reshape(b, h, n, chunk, chunk) for x in made)
+    return t, scores

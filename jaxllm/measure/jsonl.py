@@ -80,6 +80,10 @@ class JsonlTracker:
         counts, edges = as_histogram(values)
         self._append("histograms.jsonl", {"step": int(step), "name": name, "counts": counts, "edges": edges})
 
+    def image(self, step: int, name: str, path: str | Path) -> None:
+        """A line of `images.jsonl` that says where the picture lies: a file, which stays where it is."""
+        self._append("images.jsonl", {"step": int(step), "name": name, "path": str(path)})
+
     def summary(self, values: Mapping[str, Any]) -> None:
         """Merge final values into `summary.json`."""
         path = self.run_dir / "summary.json"

@@ -32,6 +32,7 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any], axis: str = "step") -> None: ...
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
     def histogram(self, step: int, name: str, values: Any) -> None: ...
+    def image(self, step: int, name: str, path: str | Path) -> None: ...
     def summary(self, values: Mapping[str, Any]) -> None: ...
     def describe(self) -> str: ...
     def close(self, timeout: float = 60.0) -> None: ...
@@ -59,6 +60,9 @@ class Tee:
 
     def histogram(self, step: int, name: str, values: Any) -> None:
         self._each("histogram", lambda: (step, name, as_histogram(values)))
+
+    def image(self, step: int, name: str, path: str | Path) -> None:
+        self._each("image", lambda: (step, name, Path(path)))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._each("summary", lambda: ({key: plain(value) for key, value in values.items()},))
@@ -112,6 +116,9 @@ class Background:
 
     def histogram(self, step: int, name: str, values: Any) -> None:
         self._put("histogram", step, name, as_histogram(values))
+
+    def image(self, step: int, name: str, path: str | Path) -> None:
+        self._put("image", step, name, Path(path))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._put("summary", dict(values))

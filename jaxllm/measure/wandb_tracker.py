@@ -62,7 +62,7 @@ def key_source(environ: Mapping[str, str] = os.environ) -> str | None:
 def describe_wandb(mode: str, reason: str, run_dir: str | Path, project: str, identity: str) -> str:
     """What happens with the run's data, said before anything could leave the machine."""
     what = (
-        "the resolved config, metrics, git commit and package versions, device names, sampled text, "
+        "the resolved config, metrics, git commit and package versions, device names, sampled text and pictures of a report, "
         "and this machine's host name and load"
     )
     if mode == "online":
@@ -154,6 +154,10 @@ class WandbTracker:
         self._turn_to("step", step)
         counts, edges = as_histogram(values)
         self._row[name] = self._wandb.Histogram(np_histogram=(counts, edges))
+
+    def image(self, step: int, name: str, path: str | Path) -> None:
+        self._turn_to("step", step)
+        self._row[name] = self._wandb.Image(str(path))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._send()

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 pytest.importorskip("wandb")
 
@@ -24,6 +25,7 @@ RUN = """
             tracker.log(step, {"val/loss": 20.0 + step})
         tracker.table(steps[-1], "samples", ["text"], [["def f(): ü"]])
         tracker.histogram(steps[-1], "w", [1.0, 2.0])
+        tracker.image(steps[-1], "picture", sys.argv[2])
         tracker.summary({"best": 1.5})
         tracker.close(60)
         return tracker.id
@@ -43,9 +45,10 @@ def test_an_offline_run_is_complete_and_reads_back(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    run_dir = tmp_path / "run"
+    run_dir, picture = tmp_path / "run", tmp_path / "dot.png"
+    Figure(figsize=(1, 1)).savefig(picture)
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(RUN), str(run_dir)],
+        [sys.executable, "-c", textwrap.dedent(RUN), str(run_dir), str(picture)],
         capture_output=True, text=True, timeout=300, env=os.environ.copy(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -69,5 +72,7 @@ def test_an_offline_run_is_complete_and_reads_back(tmp_path, monkeypatch):
     assert "table-file" in text and '"w._type": "histogram"' in text and '"best": 1.5' in text
     tables = [p.read_text(encoding="utf-8") for p in run_dir.rglob("*.table.json")]
     assert any(json.loads(t)["data"] == [["def f(): ü"]] for t in tables)
+    assert '"picture._type": "image-file"' in text and list(run_dir.rglob("media/images/picture*.png"))
+    assert json.loads((run_dir / "images.jsonl").read_text().splitlines()[-1])["path"] == str(picture)
     names = {p.name for p in run_dir.rglob("*")}
     assert not names & {"requirements.txt", "diff.patch", "wandb-metadata.json", "output.log"}, names

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
+from optax.contrib import MuonDimensionNumbers
 
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Declared
@@ -100,6 +103,93 @@ class AdamW(Optimiser):
     def transform(self, declared: Any) -> optax.GradientTransformation:
         return optax.chain(
             optax.scale_by_adam(self.b1, self.b2, self.eps, mu_dtype=jnp.float32),
+            optax.add_decayed_weights(self.weight_decay, matrices(declared)),
+            optax.scale(-1.0),
+        )
+
+
+def muon_axes(declared: Declared, per_head: bool = False) -> MuonDimensionNumbers | None:
+    """Which axes of a parameter Muon takes as the inputs and the outputs of a matrix, all others being a stack; None = AdamW's.
+
+    Inputs come first, as in every projection here; `heads, head` are one side together. AdamW keeps what is no matrix, embedding
+    and head, and routers (whose outputs are choices, not features). per_head: q, k and v are one matrix a head (Kimi K3).
+    """
+    names = list(declared.names)
+    if not is_matrix(declared) or "vocab" in names:
+        return None
+    sides: list[tuple[int, ...]] = []
+    for i, name in enumerate(names):
+        if name in NOT_FEATURES or (name in STACKS and not sides):
+            continue
+        if name == "head" and i and names[i - 1] in HEADS:
+            sides[-1] = (i,) if per_head and len(sides) == 2 else (*sides[-1], i)
+        else:
+            sides.append((i,))
+    if len(sides) != 2 or "expert" in (names[sides[0][0]], names[sides[1][0]]):
+        return None
+    return MuonDimensionNumbers(*sides)
+
+
+def _to_rms(updates: Any, axes: Any, rms: float) -> Any:
+    """Orthogonal matrices `[n, m]` have a root mean square of `max(n, m)^-0.5`; make it `rms`."""
+
+    def one(dims: MuonDimensionNumbers, u: jax.Array) -> jax.Array:
+        sides: list[Any] = [dims.reduction_axis, dims.output_axis]
+        return u * (rms * max(math.prod(u.shape[i] for i in side) for side in sides) ** 0.5)
+
+    return jax.tree.map(one, axes, updates, is_leaf=lambda x: isinstance(x, MuonDimensionNumbers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon(Optimiser):
+    """Momentum whose matrices are made orthogonal by Newton-Schulz steps (Jordan et al. 2024); AdamW for all else.
+
+    beta, nesterov, ns_steps: of Muon. rms: root mean square of a matrix' update, whatever its shape, so that one `lr` suits both
+    halves (Liu et al. 2025, arXiv 2502.16982: 0.2, what AdamW's updates have). per_head: see `muon_axes`. b1, b2, eps: of AdamW.
+    weight_decay: of all matrices, decoupled.
+    """
+
+    beta: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    rms: float = 0.2
+    per_head: bool = False
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("beta", "b1", "b2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"{name}: {getattr(self, name)} must be in [0, 1)")
+        if self.ns_steps < 1 or self.rms <= 0 or self.weight_decay < 0:
+            raise UserError(
+                f"ns_steps: {self.ns_steps} must be at least 1, rms={self.rms} above 0, weight_decay={self.weight_decay} 0 or more"
+            )
+
+    def transform(self, declared: Any) -> optax.GradientTransformation:
+        def split(d: Declared) -> tuple[str | None, Any]:
+            axes = muon_axes(d, self.per_head)
+            group = None if not d.trainable else "adam" if axes is None else "muon"
+            return group, axes if group == "muon" else None if group is None else optax.MaskedNode()
+
+        groups, axes = (jax.tree.map(lambda d, i=i: split(d)[i], declared, is_leaf=is_declared) for i in (0, 1))
+        orthogonal = optax.chain(
+            optax.contrib.scale_by_muon(
+                ns_steps=self.ns_steps,
+                beta=self.beta,
+                eps=self.eps,
+                mu_dtype=jnp.float32,
+                nesterov=self.nesterov,
+                weight_dimension_numbers=axes,
+            ),
+            optax.stateless(lambda updates, _: _to_rms(updates, axes, self.rms)),
+        )
+        adam = optax.scale_by_adam(self.b1, self.b2, self.eps, mu_dtype=jnp.float32)
+        return optax.chain(
+            optax.partition({"muon": orthogonal, "adam": adam}, groups),
             optax.add_decayed_weights(self.weight_decay, matrices(declared)),
             optax.scale(-1.0),
         )

@@ -42,10 +42,14 @@ def write(out, model, params, original=None, **kwargs):
     return choice, counts
 
 
-def small(*overrides, vocab=50):
+def tiny(*overrides):
+    """A model of a configuration of ours."""
+    return compose(["model=tiny", "model.d_model=32", "model.vocab_size=50", "track=none", *overrides]).build("model")
+
+
+def small(*overrides):
     """(model, params) of a configuration of ours."""
-    cfg = compose(["model=tiny", "model.d_model=32", f"model.vocab_size={vocab}", "track=none", *overrides])
-    model = cfg.build("model")
+    model = tiny(*overrides)
     return model, init_params(model, jax.random.key(3))
 
 
@@ -110,7 +114,7 @@ NOPE = ["model.layers=2* global/dense*3 nope/dense", "+mixer@model.mixers.nope=g
     ],
 )  # fmt: skip
 def test_the_class_is_chosen_by_what_the_model_is(overrides, architecture):
-    assert choose(small(*overrides)[0]).family.architectures[0] == architecture
+    assert choose(tiny(*overrides)).family.architectures[0] == architecture
 
 
 @pytest.mark.parametrize(
@@ -126,11 +130,11 @@ def test_the_class_is_chosen_by_what_the_model_is(overrides, architecture):
 )
 def test_what_stands_in_the_way_is_named(overrides, line):
     with pytest.raises(UserError, match=f"format=hf: no Hugging Face class holds this model; .*{line}"):
-        choose(small(*overrides)[0])
+        choose(tiny(*overrides))
 
 
 def test_layers_without_a_class_are_named():
-    model = small()[0]
+    model = tiny()
     strange = model.clone(mixers={**model.mixers, "linear": ToyRecurrent}, layers="global/dense | 2* linear/dense")
     with pytest.raises(UserError, match=r"format=hf: no Hugging Face class has the layers linear \(ToyRecurrent\)"):
         choose(strange)

@@ -38,10 +38,8 @@ TOLERANCE = 1e-4
 CACHED = [
     "gpt2",
     "gemma2",
-    "nanochat",
     "deepseek_v3",
     "mimo_v2_flash",
-    "gpt_oss",
     "kimi_linear",
     "qwen3_next",
     "glm_moe_dsa",

@@ -56,13 +56,17 @@ def write_folder(
 ) -> dict[str, int]:
     """Fill `folder`; returns the numbers of `tensors`, `params` and `bytes` of weights.
 
-    params: of `choice.model`, stacked. dtype: of all tensors. files: texts to put beside them, by name.
+    params: of `choice.model`, stacked. dtype: of all tensors that are trained. files: texts to put beside them, by name.
     """
     kind = _numpy_dtype(dtype)
     names = [(name, place, at) for place in choice.places for name, at in zip(place.names, place.at, strict=True)]
     shapes = {name: tuple(place.rule.form.shape(place.shapes)) for name, place, _ in names}
     sizes = {name: int(np.prod(shape, dtype=np.int64)) for name, shape in shapes.items()}
-    others = {name: np.dtype(np.int64) for name, place, _ in names if isinstance(place.rule.form, Table)}
+    others = {
+        name: np.dtype(np.int64 if isinstance(place.rule.form, Table) else np.float32)
+        for name, place, _ in names
+        if not place.trained
+    }
     held_bytes = {name: size * others.get(name, kind).itemsize for name, size in sizes.items()}
     shards = _shards(held_bytes, shard_bytes)
     found, held = leaves(params), dict[str, np.ndarray]()

@@ -86,7 +86,8 @@ class Placed:
     """A rule at work: the paths of its parameters in the stacked tree, and the tensors that hold them.
 
     names: of the tensors, and at: of each, where it lies in the parameters: () the whole of them, (n,) the n-th repeat, (n, e) the
-    e-th expert of it. shapes: of the parts of the parameters that one tensor holds, without padding of the vocabulary.
+    e-th expert of it. shapes: of the parts of the parameters that one tensor holds, without padding of the vocabulary. trained: by
+    gradients; what is not (biases that choose experts) keeps its precision in files of any dtype.
     """
 
     rule: Rule
@@ -94,6 +95,7 @@ class Placed:
     names: tuple[str, ...]
     at: tuple[tuple[int, ...], ...]
     shapes: tuple[Shape, ...]
+    trained: bool = True
 
 
 def plan(
@@ -155,7 +157,8 @@ def _match(
                 at.append((*((n,) if stacked else ()), *((e,) if rule.of_expert else ())))
         if rule.of_expert:
             shapes = tuple(shape[1:] for shape in shapes)
-        found.append(Placed(rule, paths, tuple(names), tuple(at), shapes))
+        trained = all(boxes[path].trainable for path in paths)
+        found.append(Placed(rule, paths, tuple(names), tuple(at), shapes, trained))
     if left:
         name = sorted(left)[0]
         raise NoPlace(f"{family.model_types[0]} has no tensor for the parameter {stem}{name}")

@@ -205,6 +205,18 @@ def test_the_folder_appears_whole_or_not_at_all(tmp_path):
     assert json.loads((tmp_path / "empty/config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_biases_that_choose_experts_keep_their_precision(tmp_path):
+    """Rounded to half precision they would choose others; transformers holds them in float32 whatever the file's dtype."""
+    source, model, params = loaded("deepseek_v3")
+    _, counts = write(tmp_path / "half", model, params, source.config, dtype="bfloat16")
+    name, half = "model.layers.1.mlp.gate.e_score_correction_bias", HFFolder(tmp_path / "half")
+    assert {half.dtype(n).name for n in half.names() if n != name} == {"bfloat16"}
+    assert half.dtype(name).name == "float32" and np.array_equal(half.read(name), source.read(name))
+    assert counts["bytes"] == 2 * counts["params"] + 2 * 8
+    again = leaves(read_params(half, model))["g0/b1/ffn/router/bias"]
+    np.testing.assert_array_equal(again, leaves(params)["g0/b1/ffn/router/bias"])
+
+
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_tokenizers_of_ours_give_others_the_same_ids(kind, tmp_path):
     tokenizer = Bytes() if kind == "bytes" else BPE(vocab_size=300).fit(["hello, hello world\n" * 50], tmp_path)

@@ -1,0 +1,78 @@
+"""A whole train step of a model of experts beside the dense model of equal active size, on CPU. One JSON line.
+
+    python experiments/moe_speed/model.py [repeats]
+
+The models are `moe_dense/dense_active` and `moe_dense/coarse` made wider: four layers, d 256, ffn 1,024 at work, 16 experts of 512, two a token,
+vocabulary 1,024; 8 x 256 random tokens, AdamW. Steps are taken in turn; `slower` is the median over turns of the ratio of their times.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+SMALL = ["+experiment=moe_dense", "model.vocab_size=1024", "model.d_model=256", "model.mixers.global.num_heads=8"]
+MODELS = {
+    "dense": ["model=moe_dense/dense_active", "model.ffns.dense.d_ff=1024"],
+    "experts": ["model=moe_dense/coarse", "model.ffns.experts.num_experts=16", "model.ffns.experts.d_expert=512"],
+}
+ROWS, LENGTH = 8, 256
+
+
+def main(repeats: int = 7) -> None:
+    import numpy as np
+
+    from jaxllm.backend import prepare
+    from jaxllm.compose import compose
+    from jaxllm.config import Common
+
+    prepare(Common(platform="cpu"))
+    import jax
+
+    from jaxllm.training.state import new_state
+    from jaxllm.training.step import compile_step, make_train_step
+
+    ids = np.random.default_rng(0).integers(0, 1024, (ROWS, LENGTH + 1), dtype=np.int32)
+    ones = np.ones((ROWS, LENGTH), np.int32)
+    batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "segments": ones, "weights": ones.astype(np.float32)}
+    batch["positions"] = np.cumsum(ones, axis=1, dtype=np.int32) - 1
+    steps, states, facts, loads = {}, {}, {}, []
+    for name, overrides in MODELS.items():
+        cfg = compose([*SMALL, *overrides])
+        model, optimiser = cfg.build("model"), cfg.build("optim")
+        states[name] = new_state(model, optimiser, 0)
+        step = make_train_step(model, cfg.build("objective"), optimiser)
+        steps[name], compiled = compile_step(step, states[name], batch)
+        total, cost = sum(p.size for p in jax.tree.leaves(states[name].params)), model.cost()
+        facts[name] = {
+            "params": total,
+            "active": total - cost.params + cost.params_active,
+            "compile_s": round(compiled, 1),
+        }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            states[name], metrics = step(states[name], batch, np.int32(10**6))
+            jax.block_until_ready(metrics)
+            if turn:
+                times[name].append(time.perf_counter() - start)
+            loads += [float(np.max(v)) for key, v in metrics.items() if key.endswith("load_max")]
+    slower = [e / d for e, d in zip(times["experts"], times["dense"], strict=True)]
+    speed = {name: round(ROWS * LENGTH / statistics.median(t)) for name, t in times.items()}
+    print(
+        json.dumps(
+            {
+                "slower": round(statistics.median(slower), 3),
+                "range": [round(min(slower), 3), round(max(slower), 3)],
+                "tokens_per_s": speed,
+                "load_max": round(max(loads), 2),
+                **facts,
+                "jax": jax.__version__,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))

@@ -1,0 +1,85 @@
+"""Forward and backward of a block of experts beside the dense block of the same active size, on CPU. One JSON line each.
+
+    python experiments/moe_speed/ours.py [repeats] [experts,experts,...]
+
+2,048 tokens, d 256, experts of width 512, 2 of them a token, float32; the gradient goes to input and weights. The dense block is one SwiGLU
+of width 1,024. All blocks are timed in turn, `repeats` times, so that what else the machine does falls on all alike: `ratio` is the
+median over turns of a block's speed against the dense block of the same turn.
+"""
+
+import functools
+import json
+import statistics
+import sys
+import time
+
+TOKENS, D, F, K = 2048, 256, 512, 2
+
+
+def main(repeats: int = 9, numbers: str = "8,16,32,64") -> None:
+    from jaxllm.backend import prepare
+    from jaxllm.config import Common
+
+    prepare(Common(platform="cpu"))
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxllm.layers.base import Context
+    from jaxllm.layers.mlp import MLP
+    from jaxllm.layers.moe import MoE
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((1, TOKENS, D)), jnp.float32)
+    ctx = Context.whole(jnp.zeros((1, TOKENS), jnp.int32), train=True)
+
+    def prepared(layer):
+        boxes = jax.eval_shape(lambda: layer.init(jax.random.key(0), x[:, :2], Context.whole(ctx.tokens[:, :2])))[
+            "params"
+        ]
+        leaves, tree = jax.tree.flatten(boxes, is_leaf=lambda b: hasattr(b, "names"))
+        params = jax.tree.unflatten(
+            tree, [jnp.asarray(0.05 * rng.standard_normal(b.value.shape), jnp.float32) for b in leaves]
+        )
+
+        def loss(x, params):
+            y, aux = layer.apply({"params": params}, x, ctx)
+            return jnp.mean(y**2), aux.get("metric/load_max", jnp.float32(1.0))
+
+        call = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+        start = time.perf_counter()
+        call = call.lower(x, params).compile()
+        compiled = time.perf_counter() - start
+        _, load = jax.block_until_ready(call(x, params))
+        return functools.partial(call, x, params), compiled, float(load)
+
+    blocks = {"dense": MLP(d_model=D, d_ff=K * F)}
+    blocks |= {f"experts_{e}": MoE(d_model=D, num_experts=int(e), top_k=K, d_expert=F) for e in numbers.split(",")}
+    calls = {name: prepared(layer) for name, layer in blocks.items()}
+    times = {name: [] for name in blocks}
+    for _ in range(repeats):
+        for name, (call, _, _) in calls.items():
+            start = time.perf_counter()
+            for _ in range(3):
+                jax.block_until_ready(call())
+            times[name].append((time.perf_counter() - start) / 3)
+    for name, (_, compiled, load) in calls.items():
+        ratio = statistics.median(d / t for d, t in zip(times["dense"], times[name], strict=True))
+        print(
+            json.dumps(
+                {
+                    "block": name,
+                    "tokens_per_s": round(TOKENS / statistics.median(times[name])),
+                    "best": round(TOKENS / min(times[name])),
+                    "ratio": round(ratio, 3),
+                    "load_max": round(load, 2),
+                    "compile_s": round(compiled, 2),
+                    "jax": jax.__version__,
+                }
+            ),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(*(int(a) if i == 0 else a for i, a in enumerate(sys.argv[1:3])))

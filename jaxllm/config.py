@@ -90,6 +90,7 @@ SECTIONS = {
     "train": "jaxllm.training.settings.TrainSettings",
     "count": "jaxllm.tasks.count.CountSettings",
     "read": "jaxllm.inference.settings.ReadSettings",
+    "server": "jaxllm.inference.settings.ServeSettings",
     "mesh": "jaxllm.config.MeshSettings",
 }
 ROOT_SECTIONS = {  # their fields are root keys

@@ -48,12 +48,16 @@ class QueueFull(UserError):
 
 @dataclass(frozen=True)
 class Event:
-    """News of a request: the ids that the host has just seen, the text that became certain, and at its end how it finished."""
+    """News of a request: the ids that the host has just seen, the text that became certain, and at its end how it finished.
+
+    start: how many new ids came before these; the request itself may have gone on by the time somebody looks.
+    """
 
     request: Request
     tokens: tuple[int, ...]
     text: str
     finish: str | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -419,14 +423,15 @@ class Engine:
             finish: str | None = "stop"
         else:
             finish = "length" if len(request.tokens) >= request.limit else None
+        start = len(request.outputs) - 1
         if finish is None:
-            self._events.append(Event(request, (token,), text))
+            self._events.append(Event(request, (token,), text, None, start))
             return
         request.finish, request.ended = finish, time.monotonic()
         text += stream.finish()
         del self._streams[request.number]
         self.scheduler.remove(request)
-        self._events.append(Event(request, (token,), text, finish))
+        self._events.append(Event(request, (token,), text, finish, start))
 
     def _take_scores(self, chunk: Chunk, epoch: int, scores: Any) -> None:
         """Log probabilities of a chunk's tokens of the prompt: those at `start + 1 .. start + count`; the first token has none."""

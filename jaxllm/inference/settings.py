@@ -102,3 +102,42 @@ class EngineSettings:
                 not sizes or sorted(set(sizes)) != sizes or sizes[0] < 1
             ):
                 raise UserError(f"server.{name}: {sizes} must be ascending numbers of at least 1")
+
+
+@dataclass(frozen=True)
+class ServeSettings(EngineSettings):
+    """`server.*`: an engine (see above) and the HTTP server before it.
+
+    host, port: where it listens; port 0 = any free one. public: must be true to listen beyond this machine. model_name: what clients call
+    the model; null = the source's name. api_key_env: name of the environment variable that holds the key; api_key_file: a file with
+    one key a line. metrics_public: /metrics without a key. vllm_metrics: the same numbers also under vLLM's names.
+
+    max_body: bytes of a request; max_connections; deadline_s: the longest a request may take; read_timeout_s: the longest a body may
+    take to arrive; drain_s: how long running requests may go on after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    public: bool = False
+    model_name: str | None = None
+    api_key_env: str | None = None
+    api_key_file: str | None = None
+    metrics_public: bool = False
+    vllm_metrics: bool = False
+    max_body: int = 2**20
+    max_connections: int = 1024
+    deadline_s: float = 600.0
+    read_timeout_s: float = 30.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.public and self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise UserError(
+                f"server.host: {self.host} can be reached from other machines; add server.public=true if you mean it"
+            )
+        if not 0 <= self.port < 65536:
+            raise UserError(f"server.port: {self.port} is no port")
+        for name in ("max_body", "max_connections", "deadline_s", "read_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"server.{name}: {getattr(self, name)} must be greater than 0")

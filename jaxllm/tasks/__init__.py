@@ -27,6 +27,7 @@ TASKS = {
     "logits": "jaxllm.tasks.logits",
     "check": "jaxllm.tasks.check",
     "read": "jaxllm.tasks.read",
+    "serve": "jaxllm.tasks.serve",
 }
 # Tasks that always make a run folder; the others do when `run_dir` is given, and in a sweep.
 WRITES = frozenset({"train"})

@@ -5,58 +5,20 @@ import functools
 import jax
 import numpy as np
 import pytest
+from engines import LENGTH, ROWS, as_new, made, model_and_params, tokenizer
 
-from jaxllm.data.tokenizer import Bytes
 from jaxllm.errors import UserError
 from jaxllm.inference.engine import Engine, QueueFull
 from jaxllm.inference.requests import State
 from jaxllm.inference.sampling import GREEDY, SamplingParams
 from jaxllm.inference.settings import EngineSettings
 from jaxllm.layers.base import Context
-from jaxllm.layers.gqa import GQA
-from jaxllm.layers.mlp import MLP
-from jaxllm.model import LanguageModel
-from jaxllm.params import init_params
-
-LENGTH, PAGE, ROWS = 48, 4, 4
-SETTINGS = EngineSettings(
-    rows=ROWS, max_len=LENGTH, page_size=PAGE, step_tokens=24, chunk=16,
-    row_buckets=[ROWS], token_buckets=[16], width_buckets=[LENGTH // PAGE],
-)  # fmt: skip
-
-
-@functools.cache
-def model_and_params():
-    model = LanguageModel(
-        vocab_size=Bytes().vocab_size,
-        vocab_multiple=64,
-        d_model=32,
-        layers="2* global/dense",
-        mixers={"global": functools.partial(GQA, num_heads=4, num_kv_heads=2)},
-        ffns={"dense": functools.partial(MLP, d_ff=48)},
-        tie_embeddings=False,
-        max_seq_len=LENGTH,
-    )
-    params = jax.tree.map(lambda leaf: leaf * 3, init_params(model, jax.random.key(0)))
-    return model, params
-
-
-@functools.cache
-def made():
-    model, params = model_and_params()
-    return Engine(model, params, Bytes(), SETTINGS, name="tiny", warm_up=True)
 
 
 @pytest.fixture
 def engine():
     """One engine for all tests, so that every shape is compiled once; it must be left as it was found."""
-    engine = made()
-    engine.arrange(
-        **{
-            f: getattr(SETTINGS, f)
-            for f in ("policy", "step_tokens", "chunk", "prefix_cache", "overlap", "preempt_every", "pages", "queue")
-        }
-    )
+    engine = as_new(made())
     traces = engine.runner.traces
     yield engine
     assert engine.runner.traces == traces, "a shape was traced after the warm-up"
@@ -117,7 +79,7 @@ def test_tokens_are_those_of_whole_sequences(engine):
     got = engine.generate([prompt], GREEDY._replace(max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1))[0]
     text = np.full((1, LENGTH), -1, np.int32)
     text[0, : len(prompt) + 12] = prompt + got.tokens
-    logits = np.asarray(whole(np.maximum(text, 0)))[0, :, : Bytes().vocab_size]
+    logits = np.asarray(whole(np.maximum(text, 0)))[0, :, : tokenizer().vocab_size]
     law = (
         logits
         - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
@@ -204,7 +166,7 @@ def test_a_row_ends_where_it_should(engine):
     stopped = engine.generate([prompt], to_z._replace(stop=("ZZZ",)))[0]
     assert (stopped.text, stopped.finish, len(stopped.tokens)) == ("", "stop", 3)
     assert engine.generate([prompt], to_z._replace(stop=("ZY",)))[0].text == "ZZZZZZ"
-    eos = Bytes().eos_id
+    eos = tokenizer().eos_id
     ended = engine.generate([prompt], GREEDY._replace(max_tokens=6, logit_bias=((eos, 1e4),)))[0]
     assert (ended.text, ended.finish, ended.tokens) == ("", "stop", [eos])
 
@@ -257,7 +219,7 @@ def test_what_could_never_be_served_is_refused_at_once(engine):
     for prompt, params, match in (
         ([], GREEDY, "no tokens"),
         ([300], GREEDY, "outside the vocabulary"),
-        ([1] * 40, GREEDY._replace(max_tokens=9), "do not fit the longest sequence, 48"),
+        ([1] * 56, GREEDY._replace(max_tokens=9), "do not fit the longest sequence, 64"),
         ([1], GREEDY._replace(temperature=-1.0), "temperature"),
         ([1], GREEDY._replace(stop_token_ids=(999,)), "stop_token_ids"),
         ([1], GREEDY._replace(logit_bias=((9999, 1.0),)), "logit_bias"),
@@ -302,7 +264,7 @@ def test_contiguous_caches_give_the_same_tokens():
     settings = EngineSettings(
         cache="contiguous", rows=3, max_len=LENGTH, step_tokens=24, chunk=16, token_buckets=[16], prompt_logprobs=False
     )
-    engine = Engine(model, params, Bytes(), settings)
+    engine = Engine(model, params, tokenizer(), settings)
     assert [a.tokens for a in engine.generate(*jobs())] == expected()
     assert engine.places.free_slots == 3
 

@@ -19,6 +19,8 @@ class GenerateSettings:
     See `jaxllm.inference.sampling` for the order in which they act.
     seed: row i of a prompts file draws as `seed + i` would alone.
     cache: false recomputes the whole sequence for every token, then reports both ways side by side.
+    out: with prompts, a jsonl file that gets each answer as soon as it is there; started again, the task goes on where it ended. Rows
+    run through the engine, by the settings under `server`.
     """
 
     prompt: str | None = None
@@ -33,6 +35,7 @@ class GenerateSettings:
     min_p: float = 0.0
     seed: int = 0
     cache: bool = True
+    out: str | None = None
 
 
 @dataclass(frozen=True)

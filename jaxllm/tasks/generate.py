@@ -16,7 +16,7 @@ from jaxllm.inference.generate import Generator, start_ids
 from jaxllm.inference.sampling import SamplingParams
 from jaxllm.inference.settings import GenerateSettings
 from jaxllm.inference.transcript import Generation, Stats
-from jaxllm.tasks import TaskIO
+from jaxllm.tasks import TaskIO, batch
 from jaxllm.tasks.source import open_source
 
 ROWS = 8  # prompts of a file that are generated together
@@ -37,10 +37,11 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     generator = Generator(source.model, source.tokenizer)
     chat = _chat(settings, source.tokenizer)
     prompts = [_ids(row, generator, settings, chat) for row in asked]
-    weights = generator.prepare(source.params, rows=min(len(prompts), ROWS))
     io.log(f"checkpoint {source.folder} (step {source.step})")
-
     shared = {"step": source.step, "checkpoint": str(source.folder)}
+    if settings.prompts is not None and settings.out is not None:
+        return batch.run(source, prompts, settings, cfg.section("server"), cfg.path(settings.out), io) | shared
+    weights = generator.prepare(source.params, rows=min(len(prompts), ROWS))
     if settings.prompts is None:
         return _one(generator, weights, prompts[0], settings, sampling, io) | shared
     return _many(generator, weights, prompts, settings, sampling, io) | shared
@@ -60,6 +61,8 @@ def _check(settings: GenerateSettings, source: str | None) -> SamplingParams:
         raise UserError("system: is part of a chat; add chat=true")
     if settings.chat and not settings.prompt and settings.prompts is None:
         raise UserError("chat: needs prompt=TEXT, what the user says, or prompts=FILE")
+    if settings.out is not None and (settings.prompts is None or not settings.cache):
+        raise UserError("out: is where the answers to prompts=FILE go; add prompts=, and leave cache=true")
     if settings.max_new_tokens < 1:
         raise UserError(f"max_new_tokens={settings.max_new_tokens}: must be at least 1")
     return SamplingParams(settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed).check()
@@ -168,11 +171,11 @@ def _many(
     totals: list[tuple[Stats, Stats]] = []
     same = True
     for start in range(0, len(prompts), ROWS):
-        batch = prompts[start : start + ROWS]
-        each = [sampling._replace(seed=settings.seed + start + i) for i in range(len(batch))]
+        rows_of = prompts[start : start + ROWS]
+        each = [sampling._replace(seed=settings.seed + start + i) for i in range(len(rows_of))]
         common: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "sampling": each}
-        rows, stats = generator.generate(weights, batch, cache=settings.cache, **common)
-        again, cached = (rows, stats) if settings.cache else generator.generate(weights, batch, cache=True, **common)
+        rows, stats = generator.generate(weights, rows_of, cache=settings.cache, **common)
+        again, cached = (rows, stats) if settings.cache else generator.generate(weights, rows_of, cache=True, **common)
         same &= [row.tokens for row in again] == [row.tokens for row in rows]
         totals.append((stats, cached))
         for i, row in enumerate(rows, start):

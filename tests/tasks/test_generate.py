@@ -245,3 +245,28 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
 
 def test_control_characters_do_not_reach_the_terminal():
     assert generate.printable("a\x1b[2Jb\r\nc\td\x07\u20ac") == "a\ufffd[2Jb\nc\td\ufffd\u20ac"
+
+
+def test_a_file_of_prompts_goes_on_where_it_was_interrupted(trained, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    texts = ["hello", "hi", "hello there", "x"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    keys = {"prompts": str(prompts), "out": str(out), "temperature": 1.0, "server": SMALL_SERVER}
+    result, _ = call(trained, **keys)
+    assert (result["answered"], result["found"], result["interrupted"]) == (4, 0, False)
+    lines = out.read_text().splitlines()
+    rows = {json.loads(line)["index"]: json.loads(line) for line in lines}
+    for i, text in enumerate(texts):  # each is what it would be alone
+        alone, _ = call(trained, prompt=text, temperature=1.0, seed=i)
+        assert rows[i]["tokens"] == alone["tokens"] and rows[i]["text"] == alone["text"]
+    out.write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])  # the third was being written
+    again, said = call(trained, **keys)
+    assert (again["answered"], again["found"]) == (2, 2) and "2 of 4 prompts are answered" in said
+    assert {json.loads(line)["index"]: json.loads(line) for line in out.read_text().splitlines()} == rows
+    assert call(trained, **keys)[0]["answered"] == 0
+    prompts.write_text(json.dumps({"prompt": "another"}) + "\n")
+    assert "answers another prompt" in refused(trained, **keys)
+    assert "out" in refused(trained, prompt="a", out=str(out))
+
+
+SMALL_SERVER = {"rows": 2, "page_size": 16, "row_buckets": [2], "token_buckets": [16], "width_buckets": [4]}

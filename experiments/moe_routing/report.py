@@ -3,7 +3,7 @@
     python experiments/moe_routing/report.py multirun/moe_routing CORPUS [OUT] [--prompt TEXT] [--track wandb|none]
 
 CORPUS is the folder that corpus.py wrote. Writes into OUT (default: beside this file) domains.png, kinds.png, together.png, load.png,
-prompt.png, table.md and routing.html; the same pictures and the table go to the tracker. The pictures show one run, the numbers all of them.
+prompt.png, table.md and routing.html; pictures and tables also go to the tracker. The pictures show one run, the numbers all.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python experiments/moe_speed/model.py [repeats]
 
-The models are `moe_dense/dense_active` and `moe_dense/coarse` made wider: four layers, d 256, ffn 1,024 at work, 16 experts of 512, two a token,
-vocabulary 1,024; 8 x 256 random tokens, AdamW. Steps are taken in turn; `slower` is the median over turns of the ratio of their times.
+The models are `moe_dense/dense_active` and `moe_dense/coarse` made wider: four layers, d 256, ffn 1,024 at work, 16 experts of 512, two a
+token, vocabulary 1,024; 8 x 256 random tokens, AdamW. Steps are taken in turn; `slower` is the median over turns of the ratio of their
+times.
 """
 
 import json

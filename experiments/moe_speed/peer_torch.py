@@ -2,7 +2,8 @@
 
     python experiments/moe_speed/peer_torch.py [repeats]
 
-In an environment with the extra `parity`. Mixtral's and Qwen3-MoE's blocks with the implementation `grouped_mm`, and one SwiGLU of the active size.
+In an environment with the extra `parity`. Mixtral's and Qwen3-MoE's blocks with the implementation `grouped_mm`, and one SwiGLU of the
+active size.
 """
 
 import json

@@ -57,10 +57,14 @@ class LatentCache:
 
 @struct.dataclass
 class IndexedCache:
-    """What a mixer caches by itself, `held`, and beside it an indexer's keys `index [b, s, k]`; position p lies at index p of s."""
+    """What a mixer caches by itself, `held`, and beside it an indexer's keys `index [b, s // m, k]`, of pools of m tokens.
+
+    Pool w lies at index w. recent: what the next pools will be made of, a ring `[b, R, 2k]`; None where m is 1.
+    """
 
     held: "KVCache | LatentCache"
     index: Array
+    recent: Array | None = None
 
     @property
     def capacity(self) -> int:
@@ -180,20 +184,6 @@ class CompressedCache:
     recent: Array | None
     entries: Array | None
     index: Array | None
-
-
-@struct.dataclass
-class PooledCache:
-    """What a mixer caches by itself, `held`; an indexer's keys of pools of tokens, `index [b, s // m, k]`; and what the next pools will
-    be made of, a ring `recent [b, R, w]`."""
-
-    held: "KVCache | LatentCache"
-    index: Array
-    recent: Array
-
-    @property
-    def capacity(self) -> int:
-        return self.held.capacity
 
 
 def check_capacity(capacity: int, lengths: Any, new: Any) -> None:

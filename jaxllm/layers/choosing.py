@@ -1,5 +1,6 @@
 """What mixers that look keys up have in common: whose indexer chooses, what it learns from, what they hand on to later layers."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -8,18 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxllm.cache import IndexedCache, KVCache, LatentCache, read_recent, recent_slots, write, write_recent
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Aux, Context, Cost, Layer
 from jaxllm.layers.indexer import Indexer
+from jaxllm.ops.compress import pools_of, tokens_of, touched_windows, whole_windows
 from jaxllm.ops.index_loss import imitate_all, imitate_chosen
 from jaxllm.ops.mask import visible
-from jaxllm.ops.topk import select
+from jaxllm.ops.topk import Docs, reachable, select
 
 Shared = Mapping[str, Array]
 
 
 class Scorer(NamedTuple):
-    """An indexer's work on the tokens of a call: `q [b t h k]`, `w [b t h]`, `k [b t k]`."""
+    """An indexer's queries `q [b t h k]` and `w [b t h]` of a call's tokens; its keys `k [b s k]`, these tokens' or all in a cache."""
 
     q: Array
     w: Array
@@ -38,6 +41,10 @@ class Choosing(Layer, kw_only=True):
 
     index_heads, index_head_dim, index_interleaved: see `Indexer`. gather: how keys are met, null = the cheaper way: true, each query
     gathers its own; false, all keys under a mask.
+
+    index_pool m: tokens of an index key (GLM-5.3-Flash). With more than 1, a query chooses `top_k / m` pools of m tokens, complete ones,
+    counted from its document's first token, and has the tokens of its own pool besides while that is not complete. Index heads then
+    take no rotation. Index keys cost 1/m of a cache and of their scores; what a pool not yet complete is made of waits in a ring.
     """
 
     top_k: int
@@ -47,6 +54,7 @@ class Choosing(Layer, kw_only=True):
     index_heads: int = 16
     index_head_dim: int | None = None
     index_interleaved: bool = False
+    index_pool: int = 1
     gather: bool | None = None
 
     def check_choice(self, turned: int) -> None:
@@ -56,12 +64,20 @@ class Choosing(Layer, kw_only=True):
                 raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
         if self.served < 1:
             raise UserError(f"served: {self.served} must be at least 1, the layers that one indexer chooses for")
-        Indexer.check(self.index_heads, self.index_width, turned, self.top_k)
+        if self.index_pool > 1 and self.index_interleaved:
+            raise UserError("index_interleaved: true turns nothing where index_pool is more than 1; leave it at false")
+        turned = turned if self.index_pool == 1 else 0
+        Indexer.check(self.index_heads, self.index_width, turned, self.top_k, self.index_pool)
 
     @property
     def index_width(self) -> int:
         """Channels of an index head."""
         raise NotImplementedError
+
+    @property
+    def chosen(self) -> int:
+        """Places of a query's choice."""
+        return self.top_k + self.index_pool - 1
 
     # ---- what is handed on -----------------------------------------------------------------------------------------
 
@@ -83,11 +99,11 @@ class Choosing(Layer, kw_only=True):
         if self.owns_indexer:
             return {}
         h, k = self.index_heads, self.index_width
-        spec = {"topk": jax.ShapeDtypeStruct((b, t, self.top_k), jnp.int32)}
+        spec = {"topk": jax.ShapeDtypeStruct((b, t, self.chosen), jnp.int32)}
         if train:
             spec["index_q"] = jax.ShapeDtypeStruct((b, t, h, k), dtype)
             spec["index_w"] = jax.ShapeDtypeStruct((b, t, h), jnp.float32)
-            spec["index_k"] = jax.ShapeDtypeStruct((b, t, k), dtype)
+            spec["index_k"] = jax.ShapeDtypeStruct((b, max(t // self.index_pool, 1), k), dtype)
         return spec
 
     def _publish(self, shared: Shared | None, index: Array | None, scorer: Scorer | None) -> Shared:
@@ -95,8 +111,9 @@ class Choosing(Layer, kw_only=True):
         out = dict(shared or {})
         if index is not None and "topk" in out:
             if out["topk"].shape != index.shape:
+                name, here = ("top_k", self.top_k) if self.index_pool == 1 else ("top_k + index_pool - 1", self.chosen)
                 raise UserError(
-                    f"top_k: {index.shape[-1]} here, {out['topk'].shape[-1]} in a layer that shares it; make them equal"
+                    f"{name}: {here} here, {out['topk'].shape[-1]} in a layer that shares it; make them equal"
                 )
             out["topk"] = index
         if scorer is not None and "index_q" in out:
@@ -106,35 +123,67 @@ class Choosing(Layer, kw_only=True):
     # ---- choosing and learning --------------------------------------------------------------------------------------
 
     def _score(
-        self, x: Array, latent: Array | None, angles: tuple[Array, Array] | None, shared: Shared | None, train: bool
-    ) -> Scorer | None:
-        """The parts of the scores: made here from inputs that no gradient enters, or in training those of the layer that chose."""
+        self,
+        x: Array,
+        latent: Array | None,
+        angles: tuple[Array, Array] | None,
+        ctx: Context,
+        cache: Any,
+        shared: Shared | None,
+    ) -> tuple[Scorer | None, Any]:
+        """The parts of the scores, and the cache with this call's index keys in it.
+
+        Made here from inputs that no gradient enters, or in training those of the layer that chose.
+        """
         if not self.owns_indexer:
             keys = ("index_q", "index_w", "index_k")
-            return Scorer(*(shared[key] for key in keys)) if train and shared else None
+            return (Scorer(*(shared[key] for key in keys)) if ctx.train and shared else None), cache
         make = Indexer(
             num_heads=self.index_heads,
             head_dim=self.index_width,
             interleaved=self.index_interleaved,
+            pool=self.index_pool,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             name="index",
         )
-        return Scorer(*make(jax.lax.stop_gradient(x), jax.lax.stop_gradient(latent), angles))
+        x, latent = jax.lax.stop_gradient((x, latent))
+        m, rows = self.index_pool, ctx.rows
+        if cache is None:
+            windows = whole_windows(ctx.positions, ctx.segments, m)[0] if m > 1 else None
+            return Scorer(*make(x, latent, angles if m == 1 else None, windows)[:3]), None
+        assert rows is not None and isinstance(cache, IndexedCache)
+        if cache.recent is None:
+            q, w, k, _ = make(x, latent, angles)
+            index = write(cache.index, k[:, None], ctx.positions, ctx.segments > 0)
+            return Scorer(q, w, index.astype(q.dtype)), dataclasses.replace(cache, index=index)
+        touched = touched_windows(rows.lengths, rows.new, x.shape[1], m, m - 1)
+        q, w, k, fresh = make(x, latent, None, touched, read_recent(cache.recent, rows.lengths, m - 1))
+        assert fresh is not None
+        index = write(cache.index, k[:, None], touched.number, touched.docs > 0)
+        recent = write_recent(cache.recent, fresh, ctx.positions, ctx.segments > 0, rows.lengths + rows.new)
+        return Scorer(q, w, index.astype(q.dtype)), dataclasses.replace(cache, index=index, recent=recent)
 
-    def _choose(self, scorer: Scorer | None, keys: Array | None, ctx: Context, shared: Shared | None) -> Array:
-        """Places of the chosen keys, int32 `[b t top_k]`, among this call's tokens or, with `keys [b s k]`, in a cache."""
+    def _choose(self, scorer: Scorer | None, ctx: Context, shared: Shared | None) -> Array:
+        """Places of the chosen keys, int32 `[b t chosen]`, among this call's tokens or in a cache."""
         if not self.owns_indexer:
             assert shared is not None
             return shared["topk"]
         assert scorer is not None
         q, w, k = jax.lax.stop_gradient(scorer)
-        if keys is None:
-            t = ctx.tokens.shape[1]
-            reach = jnp.broadcast_to(jnp.arange(1, t + 1, dtype=jnp.int32), ctx.tokens.shape)
-            return select(q, w, k, reach, self.top_k, scale=self._index_scale, docs=(ctx.segments, ctx.segments))
-        reach = jnp.where(ctx.segments > 0, ctx.positions + 1, 0)
-        return select(q, w, keys.astype(q.dtype), reach, self.top_k, scale=self._index_scale)
+        m, places, valid = self.index_pool, ctx.positions, ctx.segments > 0
+        docs: Docs | None = None
+        last = None
+        if ctx.rows is not None:
+            reach = jnp.where(valid, (places + 1) // m, 0)
+        else:
+            places = jnp.broadcast_to(jnp.arange(places.shape[1], dtype=jnp.int32), places.shape)
+            reach, docs = places + 1, (ctx.segments, ctx.segments)
+            if m > 1:
+                windows, reach = whole_windows(ctx.positions, ctx.segments, m)
+                docs, last = (ctx.segments, windows.docs), windows.last
+        index = select(q, w, k, reach, self.top_k // m, scale=self._index_scale, docs=docs)
+        return index if m == 1 else tokens_of(index, m, places, ctx.positions, valid, last)
 
     @property
     def _index_scale(self) -> float:
@@ -151,16 +200,21 @@ class Choosing(Layer, kw_only=True):
         sinks: Array | None = None,
     ) -> Aux:
         """From attention over all keys, `query [b t h k]` on `key [b g s k]`."""
-        seen = visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments)
+        seen, m, pools = visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments), self.index_pool, None
+        if m > 1:
+            windows, reach = whole_windows(ctx.positions, ctx.segments, m)
+            tokens = windows.last[..., None] + jnp.arange(1 - m, 1, dtype=jnp.int32)
+            pools = (tokens, reachable(reach, tokens.shape[1], (ctx.segments, windows.docs)))
         loss, recall, free = imitate_all(
             scorer,
             (query, key),
             seen,
-            self.top_k,
+            self.top_k // m,
             index_scale=self._index_scale,
             scale=scale,
             softcap=softcap,
             sinks=sinks,
+            pools=pools,
         )
         valid = ctx.segments > 0
         return {
@@ -169,24 +223,42 @@ class Choosing(Layer, kw_only=True):
         }
 
     def _learn_chosen(self, scorer: Scorer, index: Array, mass: Array, ctx: Context) -> Aux:
-        """From attention over the chosen keys, whose weights summed over heads are `mass [b t top_k]`."""
+        """From attention over the chosen keys, whose weights summed over heads are `mass [b t chosen]`."""
+        if (m := self.index_pool) > 1:  # the query's own pool is there without having been chosen
+            _, reach = whole_windows(ctx.positions, ctx.segments, m)
+            index = pools_of(index[..., : self.top_k : m], reach)
+            mass = jnp.sum(mass[..., : self.top_k].reshape(*index.shape, m), axis=-1)
         loss = imitate_chosen(*scorer, index, mass, scale=self._index_scale)
         return {"loss/indexer": jnp.sum(jnp.where(ctx.segments > 0, loss, 0.0)) / self.served}
 
     # ---- unbound ----------------------------------------------------------------------------------------------------
 
     @nn.nowrap
+    def index_cache(self, held: KVCache | LatentCache, batch: int, length: int, draft: int, dtype: Any) -> IndexedCache:
+        """Index keys beside what the mixer caches by itself; with pools, room for what the next are made of and `draft` tokens more."""
+        k, m = self.index_width, self.index_pool
+        index = jnp.zeros((batch, max(length // m, 1), k), dtype)
+        recent = None if m == 1 else jnp.zeros((batch, recent_slots(m - 1, draft), 2 * k), dtype)
+        return IndexedCache(held, index, recent)
+
+    @nn.nowrap
     def index_cost(self, batch: int, t: int, s: float, r: int, dtype: Any) -> Cost:
-        """The indexer's share, r being the width of z: FLOPs `2 t (r i k + d (k + i) + s i k)`, cache k a token, of which s are read."""
+        """The indexer's share, r being the width of z: FLOPs `2 t (r i k + d (k + i) + e i k)`, cache `k / m` a token, of which e are read.
+
+        e: index keys, `s / m`, where there are more than may be chosen, else 0. Pools: `d k` more a token, and `2 (m - 1) k` cached.
+        """
         if not self.owns_indexer:
             return Cost()
-        i, k, size = self.index_heads, self.index_width, jnp.dtype(dtype).itemsize
-        weights = Indexer.weights(self.d_model, r, i, k)
+        i, k, m, size = self.index_heads, self.index_width, self.index_pool, jnp.dtype(dtype).itemsize
+        weights, small = Indexer.weights(self.d_model, r, i, k, m), Indexer.small(k, m)
+        e = s if m == 1 else s // m if s > t else s / m
+        e = e if e > self.top_k // m else 0
         return Cost(
-            flops=2 * batch * t * (weights + s * i * k),
-            params=weights + 2 * k,
-            params_active=weights + 2 * k,
-            cache_per_token=k * size,
-            cache_read=batch * s * k * size,
+            flops=2 * batch * t * (weights + e * i * k),
+            params=weights + small,
+            params_active=weights + small,
+            cache_per_token=k / m * size,
+            cache_constant=2 * (m - 1) * k * size,
+            cache_read=batch * (e + 2 * (m - 1)) * k * size,
             activation_bytes=batch * t * (i * k + k) * size,
         )

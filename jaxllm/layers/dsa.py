@@ -1,13 +1,14 @@
 """DeepSeek Sparse Attention: latent attention on the keys that a lightning indexer chooses (DeepSeek-V3.2, arXiv 2512.02556)."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.cache import IndexedCache, LatentCache, write
+from jaxllm.cache import IndexedCache, LatentCache
 from jaxllm.layers.base import Aux, Context, Cost
 from jaxllm.layers.choosing import Choosing, Scorer, Shared
 from jaxllm.layers.mla import MLA, Cache, Inputs
@@ -22,8 +23,8 @@ class DSA(Choosing, MLA, kw_only=True):
     Fields are those of `MLA` and of `Choosing`; the index heads' first `qk_rope_head_dim` channels turn as the attention's do.
     index_head_dim: null = twice as many. Where no more than top_k keys exist, it is MLA.
 
-    Gathered, the absorbed form attends to latents as they are cached. Cache: MLA's, and `index_head_dim` elements a token where the
-    layer has an indexer.
+    Gathered, the absorbed form attends to latents as they are cached. Cache: MLA's, and `index_head_dim / index_pool` elements a token
+    where the layer has an indexer.
     """
 
     def __post_init__(self) -> None:
@@ -40,7 +41,7 @@ class DSA(Choosing, MLA, kw_only=True):
     ) -> tuple[Array, Cache | None, Shared, Aux]:
         inputs = self._inputs(x, ctx)
         angles = None if self.rope is None else self.rope.angles(ctx.positions, self.sizes[2])
-        scorer = self._score(x, inputs.latent, angles, shared, ctx.train)
+        scorer, cache = self._score(x, inputs.latent, angles, ctx, cache, shared)
         if cache is None:
             out, index, aux = self._whole(inputs, scorer, ctx, shared)
         else:
@@ -55,7 +56,7 @@ class DSA(Choosing, MLA, kw_only=True):
     ) -> tuple[Array, Array | None, Aux]:
         """Whole sequences: output `[b t h v]`, the choice, and in training what the indexer learns."""
         t = ctx.tokens.shape[1]
-        index = None if self.attend == "dense" else self._choose(scorer, None, ctx, shared)
+        index = None if self.attend == "dense" else self._choose(scorer, ctx, shared)
         if index is None or t <= self.top_k:
             aux = {}
             if ctx.train and scorer is not None:
@@ -76,18 +77,14 @@ class DSA(Choosing, MLA, kw_only=True):
     def _with_cache(
         self, i: Inputs, scorer: Scorer | None, ctx: Context, cache: Cache, shared: Shared | None
     ) -> tuple[Array, Array | None, Cache]:
-        """Write latents and index keys, choose among all that is cached, attend."""
+        """Write latents, choose among all that is cached, attend."""
         before = cache.held if isinstance(cache, IndexedCache) else cache
         assert isinstance(before, LatentCache)
         held = self._written(i, ctx, before)
-        keys, new = None, cast(Cache, held)
-        if isinstance(cache, IndexedCache):
-            assert scorer is not None
-            keys = write(cache.index, scorer.k[:, None], ctx.positions, ctx.segments > 0)
-            new = IndexedCache(held, keys)
+        new: Cache = dataclasses.replace(cache, held=held) if isinstance(cache, IndexedCache) else held
         if self.attend == "dense":
             return self._cached(i, ctx, held), None, new
-        index, s = self._choose(scorer, keys, ctx, shared), held.capacity
+        index, s = self._choose(scorer, ctx, shared), held.capacity
         if s <= self.top_k:
             return self._cached(i, ctx, held), index, new
         latent, key = held.latent.astype(self.dtype), held.key.astype(self.dtype)
@@ -103,7 +100,7 @@ class DSA(Choosing, MLA, kw_only=True):
         if self.gather is not None:
             return self.gather
         r, n, o, v = self.sizes
-        return t <= DIRECT or gathered_is_cheaper(s, self.top_k, 2 * r + o, n + o + v)
+        return t <= DIRECT or gathered_is_cheaper(s, self.chosen, 2 * r + o, n + o + v)
 
     def _gathered(self, i: Inputs, c: Array, k_r: Array, index: Array, want_mass: bool) -> tuple[Array, Array | None]:
         """Absorbed attention on latents `c [b s r]` and keys `k_r [b s o]`, each query's own."""
@@ -119,15 +116,15 @@ class DSA(Choosing, MLA, kw_only=True):
         held = MLA.init_cache(self, batch, length, dtype, draft=draft, pages=pages)
         if not self.owns_indexer or not isinstance(held, LatentCache):
             return held
-        return IndexedCache(held, jnp.zeros((batch, length, self.index_width), dtype))
+        return self.index_cache(held, batch, length, draft, dtype)
 
     @nn.nowrap
     def cost(self, batch: int, t: int, s: float, dtype: Any) -> Cost:
-        """MLA's weights; the indexer's `t (r_q i k + d (k + i))` and `t s i k`; and attention on `n = min(s, top_k)` keys, twice:
+        """MLA's weights; the indexer's: see `index_cost`; and attention on n = top_k keys, and `index_pool - 1` more, twice:
 
         gathered `t n h (2 r + o)`, or under a mask `t s h (n + o + v)`, whichever the layer takes; all of it MLA's where s <= top_k.
 
-        Cache: `r + o` a token, and k where there is an indexer; n latents and s index keys are read.
+        Cache: `r + o` a token, and the indexer's; n latents and the index keys are read.
         """
         dense = MLA.cost(self, batch, t, s, dtype)
         r, n, o, v = self.sizes
@@ -138,7 +135,7 @@ class DSA(Choosing, MLA, kw_only=True):
         if not sparse:
             return dense + extra
         none = MLA.cost(self, batch, t, 0, dtype)  # without attention
-        met = min(s, self.top_k)
+        met = float(self.chosen)
         if self._gathers(t, s):
             attention = t * met * h * (2 * r + o)
         else:

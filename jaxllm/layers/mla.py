@@ -48,9 +48,9 @@ class MLA(Layer, kw_only=True):
     a head that are not rotated; null = d_model / num_heads. qk_rope_head_dim `o`: channels that are; null = half of n. v_head_dim
     `v`: null = n.
 
-    rope: turns q_R and k_R; null = NoPE, where both still exist as they are. scale: null = `(n + o)^-0.5` times the rope's own
-    factor (YaRN's mscale squared). gate: `o_h <- o_h * sigmoid(x W_g,h)`, in fp32. qkv_bias: on W_qa and W_kva; out_bias: on W_o.
-    latent_norm_eps: null = norm_eps (released checkpoints use 1e-6 whatever their norm_eps). kernel: for whole sequences, see
+    rope: turns q_R and k_R; null = NoPE, where both still exist as they are, unless o is 0. scale: null = `(n + o)^-0.5` times the
+    rope's own factor (YaRN's mscale squared). gate: `o_h <- o_h * sigmoid(x W_g,h)`, in fp32. qkv_bias: on W_qa and W_kva; out_bias:
+    on W_o. latent_norm_eps: null = norm_eps (released checkpoints use 1e-6 whatever their norm_eps). kernel: for whole sequences, see
     `jaxllm.ops.kernels`.
 
     Whole sequences run expanded; calls with a cache absorb W_kb and W_vb into the queries' side where that is cheaper
@@ -81,6 +81,8 @@ class MLA(Layer, kw_only=True):
             )
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         for name, value in zip(names, (self.q_lora_rank or 1, *self.sizes), strict=True):
+            if name == "qk_rope_head_dim" and value == 0 and self.rope is None:
+                continue
             if value < 1 or getattr(self, name) == 0:
                 raise UserError(f"{name}: {getattr(self, name)} must be at least 1")
         if self.rope is not None:

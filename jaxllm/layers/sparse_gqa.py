@@ -1,5 +1,6 @@
 """Grouped-query attention on the keys that a lightning indexer chooses: DSA's choice (arXiv 2512.02556) without its latents."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ class SparseGQA(Choosing, GQA, kw_only=True):
     """`o_h[t] = softmax over the top_k keys s of the largest I[t, s]`, else as GQA; I: see `Indexer`, whose z is x.
 
     Fields are those of `GQA`, without local attention, and of `Choosing`. The choice is one for all heads. index_head_dim: null = the
-    attention's; its first channels turn as the attention's do. Cache: GQA's, and `index_head_dim` elements a token for an indexer.
+    attention's; its first channels turn as the attention's do. Cache: GQA's, and `index_head_dim / index_pool` elements a token for an
+    indexer.
     """
 
     def __post_init__(self) -> None:
@@ -42,7 +44,7 @@ class SparseGQA(Choosing, GQA, kw_only=True):
     ) -> tuple[Array, Cache | None, Shared, Aux]:
         inputs = self._inputs(x, ctx.positions)
         angles = None if self.rope is None else self.rope.angles(ctx.positions, self.key_dim)
-        scorer = self._score(x, None, angles, shared, ctx.train)
+        scorer, cache = self._score(x, None, angles, ctx, cache, shared)
         if cache is None:
             out, index, aux = self._chosen(inputs, scorer, ctx, shared)
         else:
@@ -57,7 +59,7 @@ class SparseGQA(Choosing, GQA, kw_only=True):
     ) -> tuple[Array, Array | None, Aux]:
         """Whole sequences: output `[b t h v]`, the choice, and in training what the indexer learns."""
         t = ctx.tokens.shape[1]
-        index = None if self.attend == "dense" else self._choose(scorer, None, ctx, shared)
+        index = None if self.attend == "dense" else self._choose(scorer, ctx, shared)
         learn = ctx.train and scorer is not None
         key, value = i.key.transpose(0, 2, 1, 3), i.value.transpose(0, 2, 1, 3)
         if index is None or t <= self.top_k:
@@ -78,18 +80,17 @@ class SparseGQA(Choosing, GQA, kw_only=True):
     def _with_cache(
         self, i: Inputs, scorer: Scorer | None, ctx: Context, cache: Cache, shared: Shared | None
     ) -> tuple[Array, Array | None, Cache]:
-        """Write keys, values and index keys, choose among all that is cached, attend."""
+        """Write keys and values, choose among all that is cached, attend."""
         held = cache.held if isinstance(cache, IndexedCache) else cache
         assert isinstance(held, KVCache)
-        keys, s = None, held.capacity
-        if isinstance(cache, IndexedCache):
-            assert scorer is not None
-            keys = write(cache.index, scorer.k[:, None], ctx.positions, ctx.segments > 0)
+        s = held.capacity
 
         def with_index(held: Cache) -> Cache:
-            return IndexedCache(held, keys) if keys is not None and isinstance(held, KVCache) else held
+            if isinstance(cache, IndexedCache) and isinstance(held, KVCache):
+                return dataclasses.replace(cache, held=held)
+            return held
 
-        index = None if self.attend == "dense" else self._choose(scorer, keys, ctx, shared)
+        index = None if self.attend == "dense" else self._choose(scorer, ctx, shared)
         if index is None or s <= self.top_k:
             out, new = self._cached(*i[:4], ctx, held)
             return out, index, with_index(new)
@@ -111,7 +112,7 @@ class SparseGQA(Choosing, GQA, kw_only=True):
         """Whether t queries, which see s keys, gather them."""
         if self.gather is not None:
             return self.gather
-        return t <= DIRECT or gathered_is_cheaper(s, self.top_k, 1, 1)
+        return t <= DIRECT or gathered_is_cheaper(s, self.chosen, 1, 1)
 
     def _gathered(
         self, i: Inputs, key: Array, value: Array, index: Array, want_mass: bool
@@ -135,17 +136,17 @@ class SparseGQA(Choosing, GQA, kw_only=True):
         held = GQA.init_cache(self, batch, length, dtype, draft=draft, pages=pages)
         if not self.owns_indexer or not isinstance(held, KVCache):
             return held
-        return IndexedCache(held, jnp.zeros((batch, length, self.index_width), dtype))
+        return self.index_cache(held, batch, length, draft, dtype)
 
     @nn.nowrap
     def cost(self, batch: int, t: int, s: float, dtype: Any) -> Cost:
-        """GQA's of `min(s, top_k)` keys where they are gathered, else of s; and the indexer's `2 t (d i k + d (k + i) + s i k)`.
+        """GQA's of top_k keys, and `index_pool - 1` more, where they are gathered, else of s; and the indexer's: see `index_cost`.
 
-        Cache: GQA's `g (k + v)` a token, and k where there is an indexer; what is gathered is read for each query anew.
+        Cache: GQA's `g (k + v)` a token, and the indexer's; what is gathered is read for each query anew.
         """
         sparse = self.attend == "sparse" and s > self.top_k
         gathers = sparse and self._gathers(t, s)
-        cost = GQA.cost(self, batch, t, min(s, self.top_k) if gathers else s, dtype)
+        cost = GQA.cost(self, batch, t, self.chosen if gathers else s, dtype)
         if gathers:
             cost = cost + Cost(cache_read=(t - 1) * cost.cache_read)
         return cost + self.index_cost(batch, t, s if sparse else 0, self.d_model, dtype)

@@ -54,6 +54,30 @@ def touched_windows(lengths: Array, new: Array, t: int, m: int, before: int) -> 
     return Windows(end - 1 - lengths[:, None] + before, number, (end <= (lengths + new)[:, None]).astype(jnp.int32))
 
 
+def tokens_of(pools: Array, m: int, places: Array, positions: Array, valid: Array, last: Array | None = None) -> Array:
+    """Tokens of chosen pools `[b t n]`, and of each query's own pool while that is not complete: int32 `[b t n m + m - 1]`, else EMPTY.
+
+    Queries lie at `places [b t]` of the key axis; `last [b e]`: see `Windows`, None where pool w begins at place w m.
+    """
+    b, t, n = pools.shape
+    first = pools * m
+    if last is not None:
+        at = jnp.minimum(pools, last.shape[1] - 1).reshape(b, t * n)
+        first = jnp.take_along_axis(last, at, axis=1).reshape(b, t, n) - (m - 1)
+    chosen = jnp.where((pools < EMPTY)[..., None], first[..., None] + jnp.arange(m, dtype=jnp.int32), EMPTY)
+    tail, offset = jnp.where(valid, (positions + 1) % m, 0)[..., None], jnp.arange(m - 1, dtype=jnp.int32)
+    own = jnp.where(offset < tail, places[..., None] - tail + 1 + offset, EMPTY)
+    return jnp.concatenate([chosen.reshape(b, t, n * m), own], axis=-1)
+
+
+def pools_of(tokens: Array, reach: Array) -> Array:
+    """Which pools of a whole sequence their first `tokens [b t n]` belong to, with `reach` of `whole_windows`; EMPTY stays."""
+    b, t, n = tokens.shape
+    ended = jnp.pad(reach, ((0, 0), (1, 0)))[:, :-1]  # pools that end before each token
+    at = jnp.minimum(tokens, ended.shape[1] - 1).reshape(b, t * n)
+    return jnp.where(tokens < EMPTY, jnp.take_along_axis(ended, at, axis=1).reshape(b, t, n), EMPTY)
+
+
 def pool_naive(values: Array, logits: Array, seen: Array) -> Array:
     """The truth, one softmax at a time: `values, logits [b e n c]`, `seen [b e n]` -> `[b e c]`."""
     scores = jnp.where(seen[..., None], logits.astype(jnp.float32), -1e30)

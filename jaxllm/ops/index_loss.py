@@ -3,7 +3,8 @@
     L[t] = KL(p[t] || softmax_{s in S_t} I[t, s]),      p[t, s] = attention's weights summed over heads, brought to a sum of 1
 
 over all visible keys while attention is dense (warm-up), over the chosen ones afterwards. The choice itself has no gradient; its scores
-have, and dL/dI = softmax(I) - p. The target is a constant.
+have, and dL/dI = softmax(I) - p. The target is a constant. Where an index key is of a pool of tokens, S_t are complete pools and a pool's
+weight is that of its tokens.
 """
 
 import jax
@@ -56,10 +57,13 @@ def imitate_all(
     scale: float,
     softcap: float | None = None,
     sinks: Array | None = None,
+    pools: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array]:
     """`L [b t]` on all visible keys of whole sequences; recall `[b t]`; and where recall means anything.
 
     `index`: the indexer's `q, w, k`. `attention`: `q [b t h k]` and `k [b g s k]` of the attention that is imitated. `sinks [g r 1 1]`.
+    `pools`: of index keys that are pools, the tokens `[b e m]` in the order of their ends, and who sees which, bool `[b t e]`; top_k
+    then counts pools.
 
     Recall: attention's mass on the keys that the indexer would choose, of the mass on the best `top_k`. Queries that see no more than
     `top_k` keys have no choice.
@@ -68,10 +72,16 @@ def imitate_all(
     b, t, h, _ = q.shape
     g, n = k.shape[1], causal_blocks(t)
 
-    def block(q_i: Array, w: Array, k_i: Array, q: Array, k: Array, seen: Array) -> tuple[Array, Array, Array]:
+    def block(
+        q_i: Array, w: Array, k_i: Array, q: Array, k: Array, seen: Array, pools: tuple[Array, Array] | None
+    ) -> tuple[Array, Array, Array]:
         grouped = q.reshape(b, q.shape[1], g, h // g, -1).transpose(0, 2, 3, 1, 4)
         weights, total = normalised(scores_under(grouped, k, seen, scale, softcap)[0], sinks)
         mass = lax.stop_gradient(jnp.sum(weights / total, axis=(1, 2)))
+        if pools is not None:
+            tokens, seen = pools
+            own = jax.vmap(lambda m, at: m.at[:, at].get(mode="clip"))(mass, tokens.reshape(b, -1))
+            mass = jnp.sum(own.reshape(*own.shape[:2], *tokens.shape[1:]), axis=-1)
         scores = index_scores(q_i, w, k_i, index_scale)
         found, best = (_mass_at(mass, top_k_naive(x, seen, top_k)) for x in (lax.stop_gradient(scores), mass))
         free = jnp.sum(seen, axis=-1) > top_k
@@ -80,8 +90,10 @@ def imitate_all(
     parts = []
     for j in range(n):
         at, end = slice(j * t // n, (j + 1) * t // n), (j + 1) * t // n
-        arrays = q_i[:, at], w[:, at], k_i[:, :end], q[:, at], k[:, :, :end], seen[:, at, :end]
-        parts.append(jax.checkpoint(block)(*arrays))
+        count = end if pools is None else max(end // pools[0].shape[2], 1)
+        part = None if pools is None else (pools[0][:, :count], pools[1][:, at, :count])
+        arrays = q_i[:, at], w[:, at], k_i[:, :count], q[:, at], k[:, :, :end], seen[:, at, :end]
+        parts.append(jax.checkpoint(block)(*arrays, part))
     loss, recall, free = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
     return loss, recall, free
 

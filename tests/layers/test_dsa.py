@@ -139,7 +139,7 @@ def test_ties_fall_the_same_way_in_prefill_chunk_and_decode():
     """Two index heads: a large share of the scores is exactly 0."""
     layer = SparseGQA(d_model=D, **GQA_SIZES, **INDEX | {"index_heads": 2, "index_head_dim": 6})
     params, x = parameters(layer)
-    q, w, k = Indexer(num_heads=2, head_dim=6).apply(
+    q, w, k, _ = Indexer(num_heads=2, head_dim=6).apply(
         {"params": params["index"]}, x, None, RoPE().angles(ctx().positions, 6)
     )
     dots = jnp.einsum("bthk,bsk->bhts", q, k)

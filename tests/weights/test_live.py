@@ -51,11 +51,12 @@ def test_golden_files_are_what_transformers_computes(maker, name):
     assert live_facts["gradient_norms"] == pytest.approx(facts(name)["gradient_norms"], rel=1e-4, abs=1e-6)
 
 
-def test_the_golden_layer_is_what_transformers_computes(tmp_path):
-    made = module(GOLDEN / "make_kda.py")
-    made.OUT = tmp_path / "kda.safetensors"
+@pytest.mark.parametrize(("maker", "file"), [("make_kda", "kda_bounded"), ("make_pooled_dsa", "dsa_pooled")])
+def test_the_golden_layers_are_what_transformers_computes(maker, file, tmp_path):
+    made = module(GOLDEN / f"{maker}.py")
+    made.OUT = tmp_path / f"{file}.safetensors"
     made.main()
-    live, kept = load_file(made.OUT), load_file(GOLDEN / "kda_bounded.safetensors")
+    live, kept = load_file(made.OUT), load_file(GOLDEN / f"{file}.safetensors")
     assert live.keys() == kept.keys()
     for key in kept:
         np.testing.assert_allclose(live[key], kept[key], atol=5e-5, rtol=0, err_msg=key)

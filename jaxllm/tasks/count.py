@@ -6,6 +6,7 @@ keys on average. Training is three forward passes' worth. Bytes of caches are at
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from jaxllm.training.losses import backbone
 from jaxllm.training.objectives import Forward, total_loss
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.state import abstract_state
+
+TRACED = 12  # layers, a scanned one counted once, that `activation_bytes` traces as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +132,28 @@ def training_memory(
 
 
 def activation_bytes(cfg: Config, model: LanguageModel, params: Any, rows: int, length: int) -> int:
-    """What the backward of this configuration's loss keeps, for `rows` sequences of `length` tokens."""
+    """What the backward of this configuration's loss keeps, for `rows` sequences of `length` tokens.
+
+    Tracing takes seconds a layer that is not scanned. Where there are many, each kind of layer is traced once and once more, and the
+    difference counts for every other layer of its kind.
+    """
+    if model.remat != "none" or sum(len(group.period) for group in model.groups) <= TRACED:
+        return _traced_bytes(cfg, model, params, rows, length)
+    number: collections.Counter[tuple[str, str]] = collections.Counter()
+    for group in model.groups:
+        for pair in group.period:
+            number[pair] += group.repeats
+
+    def of(*pairs: tuple[str, str]) -> int:
+        small = model.clone(layers=" ".join("/".join(pair) for pair in pairs))
+        params = jax.tree.map(lambda box: box.value, declare(small), is_leaf=is_declared)
+        return _traced_bytes(cfg, small, params, rows, length)
+
+    once = of(*number)
+    return once + sum((n - 1) * (of(*number, pair) - once) for pair, n in number.items() if n > 1)
+
+
+def _traced_bytes(cfg: Config, model: LanguageModel, params: Any, rows: int, length: int) -> int:
     objectives = cfg.build("objective")
     spec = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     batch = {name: spec for name in ("tokens", "labels", "positions", "segments")}

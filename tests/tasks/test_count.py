@@ -72,6 +72,17 @@ def test_remat_and_accumulation_lower_the_activations():
     assert half == pytest.approx(keep / 2, rel=0.02)
 
 
+def test_many_layers_are_counted_by_kind(monkeypatch):
+    model = (
+        "count.phase=train",
+        "model.layers=2* global/dense | global/dense | 2* global/wide",
+        "+ffn@model.ffns.wide=gelu",
+    )
+    traced = run(*model)[1]["train_bytes_parts"]["activations"]
+    monkeypatch.setattr(count, "TRACED", 2)
+    assert run(*model)[1]["train_bytes_parts"]["activations"] == pytest.approx(traced, rel=0.02)
+
+
 def test_the_table_names_every_parameter():
     lines = []
     cfg, result = run(lines=lines)

@@ -98,7 +98,9 @@ class Nodes:
     def _supplied(target: Any) -> tuple[str, ...]:
         return SUPPLIED + tuple(getattr(target, "supplied", ()))
 
-    def _try_layer(self, target: Any, arguments: Node, takes: Mapping[str, Parameter], key: str, inside: Inside) -> None:
+    def _try_layer(
+        self, target: Any, arguments: Node, takes: Mapping[str, Parameter], key: str, inside: Inside
+    ) -> None:
         """Let a layer's own checks (`num_heads % num_kv_heads`) speak now, with the full key, not during tracing."""
         supplied = {n: inside.node[n] for n in ("d_model", "norm_eps") if n in inside.node and n in takes}
         walk = Nodes(self.allow, build=True)  # a layer asks its own parts (a rope) things that a node cannot answer

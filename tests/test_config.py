@@ -47,8 +47,14 @@ def test_experiments_stay_short():
 
 
 def test_sections_are_typed(smoke):
-    cfg = compose(["+experiment=smoke", "train.sample_prompts=[a, b]", "mesh=cube",
-                   "stages=[{steps: 3, freeze: [embed]}, {weights: {next_token: 2}}]"])
+    cfg = compose(
+        [
+            "+experiment=smoke",
+            "train.sample_prompts=[a, b]",
+            "mesh=cube",
+            "stages=[{steps: 3, freeze: [embed]}, {weights: {next_token: 2}}]",
+        ]
+    )
     assert cfg.section("train").sample_prompts == ("a", "b")
     assert cfg.section("mesh") == MeshSettings(axes={"data": 2, "fsdp": 2, "expert": 1, "tensor": 2})
     stages = [StageSettings(steps=3, freeze=("embed",)), StageSettings(weights={"next_token": 2.0})]
@@ -64,8 +70,14 @@ def test_keys_no_yaml_lists_need_no_plus():
 
 
 def test_mixers_are_swapped_by_role():
-    cfg = compose(["model=tiny", "mixer@model.mixers.global=mqa", "+mixer@model.mixers.local=mha",
-                   "model.layers=global/dense | 2* local/dense*2 global/dense"])
+    cfg = compose(
+        [
+            "model=tiny",
+            "mixer@model.mixers.global=mqa",
+            "+mixer@model.mixers.local=mha",
+            "model.layers=global/dense | 2* local/dense*2 global/dense",
+        ]
+    )
     model = cfg.build("model", vocab_size=64)
     assert isinstance(model.mixers["global"], functools.partial)
     assert model.mixers["global"].keywords["num_kv_heads"] == 1
@@ -90,9 +102,14 @@ def test_objects_are_built(smoke):
 
 def test_lift_speaks_hydra():
     cases = {
-        "model=tiny": "model=tiny", "+model=tiny": "model=tiny", "experiment=x": "+experiment=x",
-        "train.steps=3": "++train.steps=3", "+seed=1": "++seed=1", "hydra.sweep.dir=x": "hydra.sweep.dir=x",
-        "~optim.lr": "~optim.lr", "mixer@model.mixers.global=mqa": "mixer@model.mixers.global=mqa",
+        "model=tiny": "model=tiny",
+        "+model=tiny": "model=tiny",
+        "experiment=x": "+experiment=x",
+        "train.steps=3": "++train.steps=3",
+        "+seed=1": "++seed=1",
+        "hydra.sweep.dir=x": "hydra.sweep.dir=x",
+        "~optim.lr": "~optim.lr",
+        "mixer@model.mixers.global=mqa": "mixer@model.mixers.global=mqa",
         "data/tokenizer=bytes": "data/tokenizer=bytes",
     }
     assert {text: lift(text, [CONF]) for text in cases} == cases
@@ -112,13 +129,13 @@ MISTAKES = {
     "train=5": "train=5: expected keys below it",
     "model.mixers.global.num_heads=x": "model.mixers.global.num_heads=x: expected a whole number (got the text 'x')",
     "model.mixers.global.num_heds=3": "model.mixers.global.num_heds=3: unknown key of GQA; "
-                                      "did you mean model.mixers.global.num_heads?",
+    "did you mean model.mixers.global.num_heads?",
     "model.mixers.golbal.num_heads=3": "did you mean model.mixers.global.num_heads?",
     "model.mixers.global.num_kv_heads=3": "model.mixers.global: num_kv_heads: 3 must divide",
     "model.mixers.global._partial_=false": "add model.mixers.global._partial_=true",
     "model.mixers.global.d_model=32": "model.mixers.global.d_model=32: the model supplies d_model",
     "model.mixers.global.rope.thet=1": "model.mixers.global.rope.thet=1: unknown key of RoPE; "
-                                       "did you mean model.mixers.global.rope.theta?",
+    "did you mean model.mixers.global.rope.theta?",
     "model.d_modle=3": "model.d_modle=3: unknown key of LanguageModel; did you mean model.d_model?",
     "model._target_=jaxllm.model.LanguageModle": "did you mean jaxllm.model.LanguageModel?",
     "~model.layers": "model.layers: missing",

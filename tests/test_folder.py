@@ -62,7 +62,9 @@ def test_a_folder_in_use_is_refused_until_its_process_ends(tmp_path):
     code = "import sys, pathlib; from jaxllm import folder; run = folder.named(pathlib.Path(sys.argv[1]), 'a: 1')\n"
     child = subprocess.Popen(
         [sys.executable, "-c", code + "print('held', flush=True); input()", str(tmp_path / "x")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None and child.stdout.readline() == "held\n"
     with pytest.raises(UserError, match="in use by another process"):
@@ -99,5 +101,10 @@ def test_json_is_strict_and_one_line(tmp_path):
     line = folder.to_json({"a": np.float32(0.5), "b": np.arange(2), **odd})
     assert "\n" not in line
     assert json.loads(line, parse_constant=lambda c: pytest.fail(c)) == {
-        "a": 0.5, "b": [0, 1], "nan": None, "inf": None, "p": str(tmp_path), "t": "ä\n"
+        "a": 0.5,
+        "b": [0, 1],
+        "nan": None,
+        "inf": None,
+        "p": str(tmp_path),
+        "t": "ä\n",
     }

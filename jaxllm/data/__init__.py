@@ -8,5 +8,19 @@ from jaxllm.data.synthetic import Synthetic
 from jaxllm.data.text import Text
 from jaxllm.data.tokenizer import BPE, Bytes, StreamDecoder, Tokenizer, TokenizerFile, load_tokenizer
 
-__all__ = ["BPE", "HF", "Bytes", "Corpus", "Documents", "Loader", "Source", "StreamDecoder", "Synthetic", "Text",
-           "TokenStore", "Tokenizer", "TokenizerFile", "load_tokenizer"]
+__all__ = [
+    "BPE",
+    "HF",
+    "Bytes",
+    "Corpus",
+    "Documents",
+    "Loader",
+    "Source",
+    "StreamDecoder",
+    "Synthetic",
+    "Text",
+    "TokenStore",
+    "Tokenizer",
+    "TokenizerFile",
+    "load_tokenizer",
+]

@@ -48,10 +48,15 @@ def prepare(source: Source, base: Path, log: Log) -> Corpus:
         return build(source, documents, base, root, name, log)
     except OSError as error:  # sources word their own read errors, so this one is about writing
         if source.cache_dir is not None:
-            raise UserError(f"data.cache_dir={source.cache_dir}: {explain(error, root)}; name a folder with free "
-                            "space that you may write to") from None
-        say(log, f"data: {explain(error, root)}; keeping the tokens in a temporary folder for this run only "
-                 "(data.cache_dir=FOLDER names a lasting one)")
+            raise UserError(
+                f"data.cache_dir={source.cache_dir}: {explain(error, root)}; name a folder with free "
+                "space that you may write to"
+            ) from None
+        say(
+            log,
+            f"data: {explain(error, root)}; keeping the tokens in a temporary folder for this run only "
+            "(data.cache_dir=FOLDER names a lasting one)",
+        )
     return build_temporary(source, documents, base, name, log)
 
 
@@ -61,8 +66,10 @@ def build_temporary(source: Source, documents: Documents, base: Path, name: str,
         keep = tempfile.TemporaryDirectory(prefix="jaxllm-")
         corpus = build(source, documents, base, Path(keep.name), name, log)
     except OSError as error:
-        raise UserError(f"data: {explain(error, Path(tempfile.gettempdir()))}; "
-                        "set data.cache_dir=FOLDER to a folder with free space that you may write to") from None
+        raise UserError(
+            f"data: {explain(error, Path(tempfile.gettempdir()))}; "
+            "set data.cache_dir=FOLDER to a folder with free space that you may write to"
+        ) from None
     return Corpus(corpus.tokenizer, corpus.train, corpus.val, corpus.facts, corpus.folder, keep)
 
 
@@ -82,8 +89,12 @@ def cache_root(cache_dir: str | None, base: Path) -> Path:
 
 def fingerprint(source: Source, documents: Documents, base: Path) -> str:
     """Hash of all that decides the tokens: the text's identity, the tokenizer and the split it is trained on."""
-    decides = {"format": FORMAT, "documents": documents.identity, "tokenizer": source.tokenizer.identity(base),
-               "val_every": source.val_every}
+    decides = {
+        "format": FORMAT,
+        "documents": documents.identity,
+        "tokenizer": source.tokenizer.identity(base),
+        "val_every": source.val_every,
+    }
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:20]
 
 
@@ -96,8 +107,13 @@ def open_entry(entry: Path, val_every: int) -> Corpus:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(str(error) or type(error).__name__) from error
     train, val = divide(store, val_every)
-    facts |= {"fingerprint": entry.name, "train_documents": len(train), "train_tokens": train.size,
-              "val_documents": len(val), "val_tokens": val.size}
+    facts |= {
+        "fingerprint": entry.name,
+        "train_documents": len(train),
+        "train_tokens": train.size,
+        "val_documents": len(val),
+        "val_tokens": val.size,
+    }
     return Corpus(tokenizer, train, val, facts, entry)
 
 

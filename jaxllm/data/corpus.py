@@ -71,8 +71,10 @@ class Source(abc.ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokenizer, TokenizerSpec):
-            raise UserError(f"data.tokenizer={self.tokenizer!r}: must be one of jaxllm.data.tokenizer.BPE, Bytes, "
-                            "TokenizerFile (data/tokenizer=bpe|bytes|file)")
+            raise UserError(
+                f"data.tokenizer={self.tokenizer!r}: must be one of jaxllm.data.tokenizer.BPE, Bytes, "
+                "TokenizerFile (data/tokenizer=bpe|bytes|file)"
+            )
         checks.whole("data.val_every", self.val_every, least=0)
         if self.val_every == 1:
             raise UserError("data.val_every=1: would hold out every document; use 0 (none) or 2 and more")

@@ -33,8 +33,9 @@ class HF(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name or not isinstance(self.name, str):
-            raise UserError(f"data.name={self.name!r}: name a Hugging Face data set, e.g. "
-                            "data.name=roneneldan/TinyStories")
+            raise UserError(
+                f"data.name={self.name!r}: name a Hugging Face data set, e.g. data.name=roneneldan/TinyStories"
+            )
         for key in ("subset", "revision", "data_files"):
             checks.word(f"data.{key}", getattr(self, key), optional=True)
         checks.word("data.split", self.split)
@@ -45,8 +46,9 @@ class HF(Source):
         try:
             library: Any = importlib.import_module("datasets")
         except ImportError:
-            raise UserError("data=hf needs the package datasets: pip install 'jaxllm[hf]' "
-                            "(or datasets alone)") from None
+            raise UserError(
+                "data=hf needs the package datasets: pip install 'jaxllm[hf]' (or datasets alone)"
+            ) from None
         say(log, f"data: opening {self.name} with datasets {library.__version__} (it may download)")
         rows = self._load(library, base)
         columns = list(rows.column_names)
@@ -54,12 +56,29 @@ class HF(Source):
             raise UserError(f"data.text_key={self.text_key!r}: {self.name} has the columns {', '.join(columns)}")
         count = len(rows) if self.max_documents is None else min(len(rows), self.max_documents)
         info = rows.info
-        identity = {"name": self.name, "subset": self.subset, "split": self.split, "text_key": self.text_key,
-                    "revision": self.revision, "data_files": self.data_files, "documents": count, "rows": len(rows),
-                    "version": str(info.version), "checksums": str(info.download_checksums), "size": info.dataset_size,
-                    "files": [str(f["filename"]) for f in rows.cache_files]}  # their names hash the files they are of
-        facts = {"source": "datasets", "name": self.name, "subset": self.subset, "split": self.split,
-                 "revision": self.revision, "rows": count, "datasets": library.__version__}
+        identity = {
+            "name": self.name,
+            "subset": self.subset,
+            "split": self.split,
+            "text_key": self.text_key,
+            "revision": self.revision,
+            "data_files": self.data_files,
+            "documents": count,
+            "rows": len(rows),
+            "version": str(info.version),
+            "checksums": str(info.download_checksums),
+            "size": info.dataset_size,
+            "files": [str(f["filename"]) for f in rows.cache_files],
+        }  # their names hash the files they are of
+        facts = {
+            "source": "datasets",
+            "name": self.name,
+            "subset": self.subset,
+            "split": self.split,
+            "revision": self.revision,
+            "rows": count,
+            "datasets": library.__version__,
+        }
         return Documents(identity, facts, lambda: self._read(rows, count))
 
     def _load(self, library: Any, base: Path) -> Any:
@@ -77,8 +96,10 @@ class HF(Source):
     def _read(self, rows: Any, count: int) -> Iterator[str]:
         column = rows.select_columns([self.text_key])
         for index in range(0, count, 1000):
-            for offset, text in enumerate(column[index:min(index + 1000, count)][self.text_key]):
+            for offset, text in enumerate(column[index : min(index + 1000, count)][self.text_key]):
                 if not isinstance(text, str):
-                    raise UserError(f"data.text_key={self.text_key!r}: row {index + offset} of {self.name} holds "
-                                    f"{type(text).__name__}, not text")
+                    raise UserError(
+                        f"data.text_key={self.text_key!r}: row {index + offset} of {self.name} holds "
+                        f"{type(text).__name__}, not text"
+                    )
                 yield text

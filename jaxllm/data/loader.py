@@ -29,20 +29,41 @@ class Loader:
     pad_id: the id under padding; any will do, since padding is segment 0 and has weight 0.
     """
 
-    def __init__(self, store: TokenStore, batch_size: int, seq_len: int, seed: int = 0, host: int = 0, hosts: int = 1,
-                 shuffle: bool = True, align: int = 1, pad_id: int = 0):
-        for key, value, least in (("train.batch_size", batch_size, 1), ("train.seq_len", seq_len, 1),
-                                  ("seed", seed, 0), ("hosts", hosts, 1), ("host", host, 0), ("align", align, 1)):
+    def __init__(
+        self,
+        store: TokenStore,
+        batch_size: int,
+        seq_len: int,
+        seed: int = 0,
+        host: int = 0,
+        hosts: int = 1,
+        shuffle: bool = True,
+        align: int = 1,
+        pad_id: int = 0,
+    ):
+        for key, value, least in (
+            ("train.batch_size", batch_size, 1),
+            ("train.seq_len", seq_len, 1),
+            ("seed", seed, 0),
+            ("hosts", hosts, 1),
+            ("host", host, 0),
+            ("align", align, 1),
+        ):
             checks.whole(key, value, least)
         if batch_size % hosts or host >= hosts:
-            raise UserError(f"train.batch_size={batch_size}: must be a multiple of the number of hosts, {hosts} "
-                            f"(this is host {host})")
+            raise UserError(
+                f"train.batch_size={batch_size}: must be a multiple of the number of hosts, {hosts} "
+                f"(this is host {host})"
+            )
         if seq_len % align:
-            raise UserError(f"train.seq_len={seq_len}: must be a multiple of {align}, to which the model's layers "
-                            "align documents")
+            raise UserError(
+                f"train.seq_len={seq_len}: must be a multiple of {align}, to which the model's layers align documents"
+            )
         if len(store) == 0:
-            raise UserError("data: no documents to load here; for validation, give a larger corpus or a smaller "
-                            "data.val_every (0 turns it off)")
+            raise UserError(
+                "data: no documents to load here; for validation, give a larger corpus or a smaller "
+                "data.val_every (0 turns it off)"
+            )
         self.store, self.batch_size, self.seq_len, self.seed = store, batch_size, seq_len, seed
         self.host, self.hosts, self.shuffle, self.align, self.pad_id = host, hosts, shuffle, align, pad_id
         self.rows_per_epoch = row_count(store, seq_len, align)
@@ -83,8 +104,15 @@ class Loader:
 
     def facts(self) -> dict[str, Any]:
         """What decides the order of tokens; two runs with equal facts see equal rows."""
-        return {"seed": self.seed, "batch_size": self.batch_size, "seq_len": self.seq_len, "align": self.align,
-                "shuffle": self.shuffle, "documents": len(self.store), "tokens": self.store.size}
+        return {
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "align": self.align,
+            "shuffle": self.shuffle,
+            "documents": len(self.store),
+            "tokens": self.store.size,
+        }
 
     def _rows(self, step: int) -> np.ndarray:
         """Numbers in the endless list of rows of this host's part of a step."""

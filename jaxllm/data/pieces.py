@@ -95,8 +95,10 @@ def plain(token: str) -> bytes:
 
 def word_piece(prefix: str | None) -> Callable[[str], bytes]:
     """Writer for whole words: a space before each, unless the token continues one."""
+
     def write(token: str) -> bytes:
         if prefix and token.startswith(prefix):
-            return token[len(prefix):].encode()
+            return token[len(prefix) :].encode()
         return b" " + token.encode()
+
     return write

@@ -39,9 +39,13 @@ class Plan:
         follows = real[:, 1:] & real[:, :-1] & (slot[:, 1:] == slot[:, :-1])
         trained = follows if store.trained is None else follows & (store.trained[index[:, 1:]] != 0)
         segments, positions = number(np.where(real, slot, -1)[:, :-1])
-        return {"tokens": np.where(real[:, :-1], ids[:, :-1], np.int32(pad_id)),
-                "labels": np.where(trained, ids[:, 1:], np.int32(0)),
-                "positions": positions, "segments": segments, "weights": trained.astype(np.float32)}
+        return {
+            "tokens": np.where(real[:, :-1], ids[:, :-1], np.int32(pad_id)),
+            "labels": np.where(trained, ids[:, 1:], np.int32(0)),
+            "positions": positions,
+            "segments": segments,
+            "weights": trained.astype(np.float32),
+        }
 
 
 def number(slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

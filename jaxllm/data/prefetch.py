@@ -38,8 +38,9 @@ class Prefetch(Generic[T], Iterator[tuple[int, T]]):
         if depth < 1:
             raise ValueError(f"depth {depth} < 1")
         self._shared: Shared[T] = Shared(depth)
-        self._thread = threading.Thread(target=work, args=(self._shared, make, start, stop), daemon=True,
-                                        name="jaxllm-prefetch")
+        self._thread = threading.Thread(
+            target=work, args=(self._shared, make, start, stop), daemon=True, name="jaxllm-prefetch"
+        )
         self._finish = weakref.finalize(self, shut, self._shared, self._thread)
         self._thread.start()
 

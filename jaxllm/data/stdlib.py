@@ -49,8 +49,11 @@ def topics() -> dict[str, str]:
 
 def library_files(log: Log = None) -> tuple[list[tuple[str, Path]], dict[str, Any], dict[str, str]]:
     """`[(relative name, path)]`, facts, and extra texts by name (only where the library itself is too small)."""
-    facts: dict[str, Any] = {"source": "python-stdlib", "python": platform.python_version(),
-                             "implementation": platform.python_implementation()}
+    facts: dict[str, Any] = {
+        "source": "python-stdlib",
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+    }
     root = Path(sysconfig.get_path("stdlib"))
     files = [(f.relative_to(root).as_posix(), f) for f in python_files(root)]
     if total(files) >= LEAST_BYTES:
@@ -61,8 +64,11 @@ def library_files(log: Log = None) -> tuple[list[tuple[str, Path]], dict[str, An
     extra = topics()
     if not files and not extra:
         raise UserError("data.path=null: this Python has no source text to train on; name a text by data.path=FILE")
-    say(log, f"data: the standard library's source is missing or stripped in {root}; using pydoc's topics and the "
-             "installed packages' source instead (data.path=FILE trains on a text of yours)")
+    say(
+        log,
+        f"data: the standard library's source is missing or stripped in {root}; using pydoc's topics and the "
+        "installed packages' source instead (data.path=FILE trains on a text of yours)",
+    )
     return files, facts | {"source": "pydoc+packages"}, extra
 
 

@@ -31,7 +31,7 @@ class TokenStore:
 
     def document(self, index: int) -> np.ndarray:
         """Tokens of one document."""
-        return np.asarray(self.tokens[self.starts[index]:self.starts[index] + self.lengths[index]])
+        return np.asarray(self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]])
 
     def select(self, documents: np.ndarray | Sequence[int]) -> "TokenStore":
         """The same tokens, only these documents, in this order."""

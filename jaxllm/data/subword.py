@@ -22,10 +22,26 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 TRAIN_CHUNK = 4096  # characters: the trainer counts words chunk by chunk in parallel
 
 # Names that publishers give to the end and the start of a document, tried in this order when nothing names them.
-EOS_NAMES = ("<|eos|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>",
-             "<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]", "[EOS]")
-BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<s>", "<bos>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
-             "[CLS]", "[BOS]")
+EOS_NAMES = (
+    "<|eos|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[SEP]",
+    "[EOS]",
+)
+BOS_NAMES = (
+    "<|bos|>",
+    "<|begin_of_text|>",
+    "<s>",
+    "<bos>",
+    "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+    "[CLS]",
+    "[BOS]",
+)
 
 
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -56,8 +72,9 @@ class JsonTokenizer(Tokenizer):
             if value is None and name != "eos_id":
                 continue
             if not self._is_id(value):
-                raise UserError(f"tokenizer {name}={value!r}: must be an id of the vocabulary "
-                                f"(0..{len(self.pieces) - 1})")
+                raise UserError(
+                    f"tokenizer {name}={value!r}: must be an id of the vocabulary (0..{len(self.pieces) - 1})"
+                )
         self._stop_ids = self._read_stop_ids()
 
     def _is_id(self, value: Any) -> bool:
@@ -136,8 +153,9 @@ def open_library(path: Path) -> Library:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: is not a tokenizer.json that `tokenizers` {tokenizers.__version__} reads "
-                        f"({reason})") from None
+        raise UserError(
+            f"{path}: is not a tokenizer.json that `tokenizers` {tokenizers.__version__} reads ({reason})"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -158,8 +176,13 @@ class BPE(TokenizerSpec):
         whole("data.tokenizer.min_frequency", self.min_frequency, least=1)
 
     def identity(self, base: Path) -> dict[str, Any]:
-        return {"kind": "bpe", "vocab_size": self.vocab_size, "train_bytes": self.train_bytes,
-                "min_frequency": self.min_frequency, "tokenizers": tokenizers.__version__}
+        return {
+            "kind": "bpe",
+            "vocab_size": self.vocab_size,
+            "train_bytes": self.train_bytes,
+            "min_frequency": self.min_frequency,
+            "tokenizers": tokenizers.__version__,
+        }
 
     def fit(self, texts: Iterable[str], base: Path, log: Log = None) -> JsonTokenizer:
         begun = time.perf_counter()
@@ -167,16 +190,26 @@ class BPE(TokenizerSpec):
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=self.vocab_size, min_frequency=self.min_frequency, special_tokens=[BOS, EOS],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+            vocab_size=self.vocab_size,
+            min_frequency=self.min_frequency,
+            special_tokens=[BOS, EOS],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
         budget = Budget(self.train_bytes)
         library.train_from_iterator(budget.chunks(texts), trainer)
         made = JsonTokenizer(library, eos_id=library.get_vocab()[EOS], bos_id=library.get_vocab()[BOS])
-        say(log, f"data: trained a byte-level BPE of {made.vocab_size} tokens on {megabytes(budget.used)} "
-                 f"in {time.perf_counter() - begun:.1f} s")
+        say(
+            log,
+            f"data: trained a byte-level BPE of {made.vocab_size} tokens on {megabytes(budget.used)} "
+            f"in {time.perf_counter() - begun:.1f} s",
+        )
         if made.vocab_size < self.vocab_size:
-            say(log, f"data: the corpus is too small for data.tokenizer.vocab_size={self.vocab_size}; "
-                     f"the vocabulary has {made.vocab_size} tokens")
+            say(
+                log,
+                f"data: the corpus is too small for data.tokenizer.vocab_size={self.vocab_size}; "
+                f"the vocabulary has {made.vocab_size} tokens",
+            )
         return made
 
 
@@ -230,8 +263,13 @@ class TokenizerFile(TokenizerSpec):
         path = self._file(base)
         for part in (path, path.with_name("tokenizer_config.json")):
             digest.update(part.read_bytes() if part.is_file() else b"")
-        return {"kind": "json", "sha256": digest.hexdigest(), "eos": self.eos, "bos": self.bos,
-                "tokenizers": tokenizers.__version__}
+        return {
+            "kind": "json",
+            "sha256": digest.hexdigest(),
+            "eos": self.eos,
+            "bos": self.bos,
+            "tokenizers": tokenizers.__version__,
+        }
 
     def fit(self, texts: Iterable[str], base: Path, log: Log = None) -> JsonTokenizer:
         path = self._file(base)
@@ -246,8 +284,13 @@ class TokenizerFile(TokenizerSpec):
         bos = find_special(library, "bos", self.bos, declared, BOS_NAMES, path)
         if self.bos is None and bos is not None and not starts_with(library, bos, declared):
             bos = None
-        return JsonTokenizer(library, eos_id=eos, bos_id=bos,
-                             pad_id=find_special(library, "pad", None, declared, (), path), companions=companions)
+        return JsonTokenizer(
+            library,
+            eos_id=eos,
+            bos_id=bos,
+            pad_id=find_special(library, "pad", None, declared, (), path),
+            companions=companions,
+        )
 
 
 def starts_with(library: Library, bos: int, declared: dict[str, Any]) -> bool:
@@ -263,8 +306,9 @@ def starts_with(library: Library, bos: int, declared: dict[str, Any]) -> bool:
     return not declared
 
 
-def find_special(library: Library, role: str, asked: str | None, declared: dict[str, Any], usual: Sequence[str],
-                 path: Path) -> int | None:
+def find_special(
+    library: Library, role: str, asked: str | None, declared: dict[str, Any], usual: Sequence[str], path: Path
+) -> int | None:
     """Id of a special token: as asked, as the folder declares (null there means none), or by its usual names."""
     if asked is not None:
         found = library.token_to_id(asked)

@@ -45,8 +45,9 @@ class Text(Source):
         try:
             "".encode(self.encoding)
         except LookupError:
-            raise UserError(f"data.encoding={self.encoding!r}: Python knows no such text encoding; "
-                            "try utf-8 or latin-1") from None
+            raise UserError(
+                f"data.encoding={self.encoding!r}: Python knows no such text encoding; try utf-8 or latin-1"
+            ) from None
         checks.whole("data.max_document_chars", self.max_document_chars, least=1)
         checks.whole("data.max_expansion", self.max_expansion, least=1)
 
@@ -77,5 +78,9 @@ def library(log: Log) -> Documents:
             continue
         states.append([name, now.st_size, now.st_mtime_ns])
     identity = {"library": states, "extra": extra, **facts}
-    return Documents(identity, facts | {"files": len(states)}, lambda: stdlib.texts(files, extra),
-                     size=sum(int(s[1]) for s in states))
+    return Documents(
+        identity,
+        facts | {"files": len(states)},
+        lambda: stdlib.texts(files, extra),
+        size=sum(int(s[1]) for s in states),
+    )

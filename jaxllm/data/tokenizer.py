@@ -15,8 +15,16 @@ from jaxllm.data.subword import BPE, JsonTokenizer, TokenizerFile
 from jaxllm.data.vocabulary import SIDECAR, Tokenizer, TokenizerSpec, read_json, utf8, write_sidecar
 from jaxllm.errors import UserError
 
-__all__ = ["BPE", "Bytes", "JsonTokenizer", "StreamDecoder", "Tokenizer", "TokenizerFile", "TokenizerSpec",
-           "load_tokenizer"]
+__all__ = [
+    "BPE",
+    "Bytes",
+    "JsonTokenizer",
+    "StreamDecoder",
+    "Tokenizer",
+    "TokenizerFile",
+    "TokenizerSpec",
+    "load_tokenizer",
+]
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,13 @@ class Bytes(Tokenizer, TokenizerSpec):
     """UTF-8 bytes as ids 0..255, then `bos` 256 and `eos` 257. No training, no files, one token a byte."""
 
     def __post_init__(self) -> None:
-        fixed = {"pieces": tuple(bytes([i]) for i in range(256)) + (b"", b""), "bos_id": 256, "eos_id": 257,
-                 "pad_id": None, "strip_space": False}
+        fixed = {
+            "pieces": tuple(bytes([i]) for i in range(256)) + (b"", b""),
+            "bos_id": 256,
+            "eos_id": 257,
+            "pad_id": None,
+            "strip_space": False,
+        }
         for name, value in fixed.items():
             object.__setattr__(self, name, value)  # a frozen dataclass that also carries the base's attributes
 
@@ -50,7 +63,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     own, table = place / SIDECAR, place / "tokenizer.json"
     facts = read_json(own) if own.is_file() else None
     if own.is_file() and (not isinstance(facts, dict) or facts.get("kind") not in ("bytes", "json")):
-        raise UserError(f"{own}: must hold a JSON object whose kind is \"bytes\" or \"json\"")
+        raise UserError(f'{own}: must hold a JSON object whose kind is "bytes" or "json"')
     if facts is not None and facts["kind"] == "bytes":
         return Bytes()
     if not table.is_file():

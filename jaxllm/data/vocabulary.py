@@ -98,8 +98,10 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        raise UserError(f"text holds a lone surrogate (U+{code:04X} at character {error.start}), "
-                        "which is not valid Unicode: repair the text") from None
+        raise UserError(
+            f"text holds a lone surrogate (U+{code:04X} at character {error.start}), "
+            "which is not valid Unicode: repair the text"
+        ) from None
 
 
 def write_sidecar(folder: str | os.PathLike[str], facts: dict[str, Any]) -> None:

@@ -197,5 +197,3 @@ class WandbTracker:
         }  # fmt: skip
         known = getattr(self._wandb.Settings, "model_fields", wanted)
         return self._wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
-
-

@@ -79,6 +79,10 @@ def _text(cfg: Config, trained: Config) -> tuple[Text, bool]:
     they are of its kind; else they belong to the kind that was chosen (or the usual one)."""
     keys = {k: v for k, v in cfg.explicit.items() if k.startswith("data.")}
     own = trained.get("data._target_")  # a foreign checkpoint has no text of its own
-    if own is None or any(text.lstrip("+").startswith("data=") for text in cfg.groups) or (keys and cfg["data._target_"] != own):
+    if (
+        own is None
+        or any(text.lstrip("+").startswith("data=") for text in cfg.groups)
+        or (keys and cfg["data._target_"] != own)
+    ):
         return cfg.build("data"), True
     return trained.replace(keys).build("data"), bool(keys)

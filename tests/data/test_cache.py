@@ -67,9 +67,18 @@ def test_the_second_time_nothing_is_tokenised(tokenizer, corpus_files, monkeypat
 
 
 def test_whatever_decides_the_tokens_makes_another_entry(corpus_files):
-    made = {text(**fields).prepare(base=corpus_files).folder for fields in (
-        {}, {"tokenizer": BPE(vocab_size=300)}, {"tokenizer": BPE(vocab_size=301)}, {"val_every": 3},
-        {"path": "corpus/*"}, {"max_document_chars": 50}, {"path": "corpus/1.txt"})}
+    made = {
+        text(**fields).prepare(base=corpus_files).folder
+        for fields in (
+            {},
+            {"tokenizer": BPE(vocab_size=300)},
+            {"tokenizer": BPE(vocab_size=301)},
+            {"val_every": 3},
+            {"path": "corpus/*"},
+            {"max_document_chars": 50},
+            {"path": "corpus/1.txt"},
+        )
+    }
     assert len(made) == 6  # the glob means the same files as the folder
     changed = corpus_files / "corpus" / "1.txt"
     changed.write_text("other\n")
@@ -105,14 +114,24 @@ def damage(name, how):
             path.write_bytes(path.read_bytes() + b"\0\0")
         else:
             path.write_bytes(b"\xff" * path.stat().st_size)
+
     return pytest.param(do, id=f"{name}-{how}")
 
 
-@pytest.mark.parametrize("spoil", [
-    damage("tokens.bin", "short"), damage("tokens.bin", "long"), damage("tokens.bin", "gone"),
-    damage("lengths.bin", "gone"), damage("lengths.bin", "garbage"),
-    damage("meta.json", "gone"), damage("meta.json", "garbage"),
-    damage("tokenizer/jaxllm_tokenizer.json", "gone"), damage("tokenizer/jaxllm_tokenizer.json", "garbage")])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        damage("tokens.bin", "short"),
+        damage("tokens.bin", "long"),
+        damage("tokens.bin", "gone"),
+        damage("lengths.bin", "gone"),
+        damage("lengths.bin", "garbage"),
+        damage("meta.json", "gone"),
+        damage("meta.json", "garbage"),
+        damage("tokenizer/jaxllm_tokenizer.json", "gone"),
+        damage("tokenizer/jaxllm_tokenizer.json", "garbage"),
+    ],
+)
 def test_a_damaged_entry_is_named_and_built_again(spoil, corpus_files):
     first = text().prepare(base=corpus_files)
     expected = contents(first)
@@ -194,10 +213,12 @@ def test_concurrent_builds_agree(corpus_files, monkeypatch):
 
 def full_disk(root):
     """Writing fails below `root` as on a full disk; reading works."""
+
     def write(documents, tokenizer, place, log):
         if Path(place).is_relative_to(root):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return tokenise.write_tokens(documents, tokenizer, place, log)
+
     return write
 
 

@@ -108,9 +108,17 @@ def test_a_decompression_bomb_is_stopped(suffix, tmp_path):
     assert sum(map(len, read_documents(find_files(path.name, tmp_path)[0], honest))) == 80 * 2**20
 
 
-@pytest.mark.parametrize("line, reason", [
-    ("{bad", "not valid JSON"), ("[1]", "no object"), ('{"body": "x"}', "keys of this line: body"),
-    ('{"text": 3}', "no text under"), (r'{"text": "\ud800"}', "lone surrogate"), ("[" * 100_000, "not valid JSON")])
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("{bad", "not valid JSON"),
+        ("[1]", "no object"),
+        ('{"body": "x"}', "keys of this line: body"),
+        ('{"text": 3}', "no text under"),
+        (r'{"text": "\ud800"}', "lone surrogate"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
 def test_bad_jsonl_lines_are_named(line, reason, tmp_path):
     path = write(tmp_path / "a.jsonl", ('{"text": "fine"}\n' + line + "\n").encode())
     with pytest.raises(UserError, match=reason) as error:

@@ -98,9 +98,15 @@ def test_faults_are_one_line(library, tmp_path, monkeypatch):
         prepared(tmp_path)
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"name": ""}, "data.name=''"), ({"name": "a", "split": ""}, "data.split=''"),
-    ({"name": "a", "max_documents": 0}, "data.max_documents=0"), ({"name": "a", "subset": 3}, "data.subset=3")])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"name": ""}, "data.name=''"),
+        ({"name": "a", "split": ""}, "data.split=''"),
+        ({"name": "a", "max_documents": 0}, "data.max_documents=0"),
+        ({"name": "a", "subset": 3}, "data.subset=3"),
+    ],
+)
 def test_mistakes_in_the_fields(fields, message):
     with pytest.raises(UserError, match=message):
         HF(**fields)

@@ -44,7 +44,8 @@ def check_rows(store, batch, seq_len):
         assert batch[key].dtype == np.int32 and batch[key].shape[1] == seq_len
     assert batch["weights"].dtype == np.float32
     for tokens, labels, positions, segments, weights in zip(
-            *(batch[k] for k in ("tokens", "labels", "positions", "segments", "weights")), strict=True):
+        *(batch[k] for k in ("tokens", "labels", "positions", "segments", "weights")), strict=True
+    ):
         for i in range(seq_len):
             if segments[i] == 0:
                 assert positions[i] == weights[i] == labels[i] == 0
@@ -152,7 +153,8 @@ def test_the_order_never_changes_between_versions():
     assert [loader.batch(s)["tokens"].tolist() for s in (0, 1, 5)] == [
         [[2, 3, 0, 0], [10, 11, 12, 13]],
         [[14, 8, 9, 4], [5, 6, 7, 1]],
-        [[1, 2, 3, 10], [4, 5, 6, 7]]]
+        [[1, 2, 3, 10], [4, 5, 6, 7]],
+    ]
 
 
 def test_every_eos_is_trained_though_padding_looks_the_same():
@@ -209,10 +211,17 @@ def test_an_evaluation_epoch_holds_every_token_once(batch_size, hosts):
         check_rows(store, batch, 6)
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"batch_size": 0}, "train.batch_size=0"), ({"batch_size": 3, "hosts": 2}, "train.batch_size=3: .* hosts, 2"),
-    ({"seq_len": "abc"}, "train.seq_len='abc'"), ({"seed": -1}, "seed=-1"), ({"host": 1}, "hosts, 1"),
-    ({"align": 3}, "train.seq_len=4: must be a multiple of 3")])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"batch_size": 0}, "train.batch_size=0"),
+        ({"batch_size": 3, "hosts": 2}, "train.batch_size=3: .* hosts, 2"),
+        ({"seq_len": "abc"}, "train.seq_len='abc'"),
+        ({"seed": -1}, "seed=-1"),
+        ({"host": 1}, "hosts, 1"),
+        ({"align": 3}, "train.seq_len=4: must be a multiple of 3"),
+    ],
+)
 def test_bad_settings_are_one_line(fields, message):
     with pytest.raises(UserError, match=message):
         Loader(unique_store([5]), **({"batch_size": 2, "seq_len": 4} | fields))

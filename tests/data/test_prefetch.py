@@ -78,8 +78,10 @@ def test_a_forgotten_iterator_ends_its_thread():
 
 
 def test_the_program_ends_though_nobody_closed():
-    code = ("from jaxllm.data.prefetch import Prefetch\n"
-            "p = Prefetch(lambda i: i, 0)\nprint(next(p))\nq = Prefetch(lambda i: i, 0)")
+    code = (
+        "from jaxllm.data.prefetch import Prefetch\n"
+        "p = Prefetch(lambda i: i, 0)\nprint(next(p))\nq = Prefetch(lambda i: i, 0)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, "(0, 0)\n", "")
 

@@ -45,8 +45,11 @@ def test_a_decoder_can_be_used_again():
 def tokenizers(tmp_path_factory, sentencepiece):
     folder = tmp_path_factory.mktemp("stream")
     sentencepiece(folder / "tokenizer.json")
-    return {"bytes": Bytes(), "bpe": BPE(vocab_size=300).fit(["naïve 😀 中文 text\n" * 20], folder),
-            "sentencepiece": TokenizerFile("tokenizer.json").fit([], folder)}
+    return {
+        "bytes": Bytes(),
+        "bpe": BPE(vocab_size=300).fit(["naïve 😀 中文 text\n" * 20], folder),
+        "sentencepiece": TokenizerFile("tokenizer.json").fit([], folder),
+    }
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "sentencepiece"])

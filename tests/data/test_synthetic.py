@@ -52,10 +52,18 @@ def test_a_seed_is_a_corpus(tmp_path):
     assert documents(prepared(tmp_path, seed=1)) != documents(prepared(tmp_path, seed=2))
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"task": "sort"}, "recall, copy"), ({"length": 53}, "52 distinct keys"), ({"queries": 9}, "data.queries=9"),
-    ({"task": "copy", "queries": 1}, "data.queries=1"), ({"documents": 0}, "data.documents=0"),
-    ({"answers_only": "yes"}, "data.answers_only='yes'"), ({"seed": -1}, "data.seed=-1")])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"task": "sort"}, "recall, copy"),
+        ({"length": 53}, "52 distinct keys"),
+        ({"queries": 9}, "data.queries=9"),
+        ({"task": "copy", "queries": 1}, "data.queries=1"),
+        ({"documents": 0}, "data.documents=0"),
+        ({"answers_only": "yes"}, "data.answers_only='yes'"),
+        ({"seed": -1}, "data.seed=-1"),
+    ],
+)
 def test_mistakes_in_the_fields(fields, message):
     with pytest.raises(UserError, match=message):
         Synthetic(**fields)

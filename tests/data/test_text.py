@@ -27,8 +27,20 @@ def texts(store, tokenizer):
 
 def fake_library(root, size=25_000):
     """A small standard library with everything the rule leaves out."""
-    for name in ("b.py", "a.py", "pkg/z.py", "pkg/a.py", "test/t.py", "pkg/tests/t.py", "site-packages/s.py",
-                 "dist-packages/s.py", "__pycache__/c.py", "idlelib/idle_test/t.py", "lib2to3/l.py", "note.txt"):
+    for name in (
+        "b.py",
+        "a.py",
+        "pkg/z.py",
+        "pkg/a.py",
+        "test/t.py",
+        "pkg/tests/t.py",
+        "site-packages/s.py",
+        "dist-packages/s.py",
+        "__pycache__/c.py",
+        "idlelib/idle_test/t.py",
+        "lib2to3/l.py",
+        "note.txt",
+    ):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}\n")
@@ -111,13 +123,24 @@ def test_mixed_packings_load_as_one_corpus(tmp_path):
     assert seen.count(corpus.tokenizer.eos_id) == 4 * 3  # each document in each of four epochs
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"path": ""}, "data.path=''"), ({"path": []}, "data.path="), ({"path": 3}, "data.path=3"),
-    ({"path": ["a", ""]}, "data.path="), ({"text_key": ""}, "data.text_key"), ({"encoding": "utf-9"}, "utf-9"),
-    ({"encoding": "base64"}, "base64"), ({"max_document_chars": 0}, "data.max_document_chars=0"),
-    ({"max_expansion": None}, "data.max_expansion=None"), ({"val_every": "abc"}, "data.val_every='abc'"),
-    ({"val_every": 1}, "every document"), ({"tokenizer": "bytes"}, "data.tokenizer='bytes'"),
-    ({"cache_dir": 3}, "data.cache_dir=3")])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"path": ""}, "data.path=''"),
+        ({"path": []}, "data.path="),
+        ({"path": 3}, "data.path=3"),
+        ({"path": ["a", ""]}, "data.path="),
+        ({"text_key": ""}, "data.text_key"),
+        ({"encoding": "utf-9"}, "utf-9"),
+        ({"encoding": "base64"}, "base64"),
+        ({"max_document_chars": 0}, "data.max_document_chars=0"),
+        ({"max_expansion": None}, "data.max_expansion=None"),
+        ({"val_every": "abc"}, "data.val_every='abc'"),
+        ({"val_every": 1}, "every document"),
+        ({"tokenizer": "bytes"}, "data.tokenizer='bytes'"),
+        ({"cache_dir": 3}, "data.cache_dir=3"),
+    ],
+)
 def test_mistakes_in_the_fields_are_one_line(fields, message):
     with pytest.raises(UserError, match=message) as error:
         Text(**fields)

@@ -61,7 +61,11 @@ def test_save_and_load(kind, bpe, tmp_path):
     again = load_tokenizer(tmp_path / "t")
     assert again.encode(TEXT) == tokenizer.encode(TEXT)
     assert (again.vocab_size, again.eos_id, again.bos_id, again.pad_id) == (
-        tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id)
+        tokenizer.vocab_size,
+        tokenizer.eos_id,
+        tokenizer.bos_id,
+        tokenizer.pad_id,
+    )
     assert list(again.pieces) == list(tokenizer.pieces)
     for file in (tmp_path / "t").iterdir():
         json.loads(file.read_text(encoding="utf-8"))  # JSON only
@@ -113,8 +117,15 @@ def test_a_lone_surrogate_is_refused_in_one_line(bpe):
             tokenizer.encode("ab\ud800")
 
 
-@pytest.mark.parametrize("fields, key", [({"vocab_size": 257}, "vocab_size"), ({"vocab_size": "abc"}, "vocab_size"),
-                                         ({"train_bytes": 0}, "train_bytes"), ({"vocab_size": True}, "vocab_size")])
+@pytest.mark.parametrize(
+    "fields, key",
+    [
+        ({"vocab_size": 257}, "vocab_size"),
+        ({"vocab_size": "abc"}, "vocab_size"),
+        ({"train_bytes": 0}, "train_bytes"),
+        ({"vocab_size": True}, "vocab_size"),
+    ],
+)
 def test_bad_fields_are_named(fields, key):
     with pytest.raises(UserError, match=f"data.tokenizer.{key}="):
         BPE(**fields)
@@ -150,8 +161,9 @@ def test_special_tokens_by_request_by_folder_and_by_name(bpe, tmp_path):
     bpe.library.save(str(tmp_path / "tokenizer.json"))
     assert TokenizerFile("tokenizer.json").fit([], tmp_path).eos_id == bpe.eos_id
     assert TokenizerFile("tokenizer.json", eos="<|bos|>").fit([], tmp_path).eos_id == bpe.bos_id
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
-        {"eos_token": {"content": "<|bos|>"}, "bos_token": None, "pad_token": "<|eos|>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|bos|>"}, "bos_token": None, "pad_token": "<|eos|>"})
+    )
     made = TokenizerFile("tokenizer.json").fit([], tmp_path)
     assert (made.eos_id, made.bos_id, made.pad_id) == (bpe.bos_id, None, bpe.eos_id)
     assert made.document("a") == [*made.encode("a"), made.eos_id]
@@ -176,8 +188,15 @@ def test_identity_follows_the_file(bpe, tmp_path):
     assert spec.identity(tmp_path) != before
 
 
-@pytest.mark.parametrize("content, reason", [("{", "not valid JSON|reads"), ("[]", "reads"), ("{}", "reads"),
-                                             ('{"model": {"type": "BPE", "vocab": 3}}', "reads")])
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        ("{", "not valid JSON|reads"),
+        ("[]", "reads"),
+        ("{}", "reads"),
+        ('{"model": {"type": "BPE", "vocab": 3}}', "reads"),
+    ],
+)
 def test_broken_files_are_one_line(content, reason, tmp_path):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=reason) as error:

@@ -101,7 +101,8 @@ MODELS = {
     "deepseek_v32": ("deepseek_v32", dict(
         **DEEPSEEK, **INDEXER, q_lora_rank=10, n_shared_experts=1, n_group=4, topk_group=2, num_hidden_layers=2)),
     "deepseek_v4": ("deepseek_v4", dict(
-        **EXPERTS, intermediate_size=8, num_hidden_layers=4, num_key_value_heads=1, head_dim=12, qk_rope_head_dim=4, q_lora_rank=10, n_shared_experts=1,
+        **EXPERTS, intermediate_size=8, num_hidden_layers=4, num_key_value_heads=1, head_dim=12, qk_rope_head_dim=4, q_lora_rank=10,
+        n_shared_experts=1,
         sliding_window=5, o_groups=2, o_lora_rank=6, index_topk=2, index_n_heads=16, index_head_dim=8,
         hc_mult=2, num_nextn_predict_layers=0, routed_scaling_factor=1.3, swiglu_limit=0.9,
         layer_types=["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention", "compressed_sparse_attention"],

@@ -1,4 +1,5 @@
-"""What a linear attention layer of GLM-5.3-Flash (Kimi Delta Attention, bounded decays) computes, in kda_bounded.safetensors beside this file.
+"""What a linear attention layer of GLM-5.3-Flash (Kimi Delta Attention, bounded decays) computes, in kda_bounded.safetensors beside
+this file.
 
     python tests/golden/make_kda.py              (needs the `parity` extra: torch, transformers, safetensors)
 

@@ -91,6 +91,7 @@ SECTIONS = {
     "count": "jaxllm.tasks.count.CountSettings",
     "read": "jaxllm.inference.settings.ReadSettings",
     "server": "jaxllm.inference.settings.ServeSettings",
+    "bench": "jaxllm.inference.settings.BenchSettings",
     "mesh": "jaxllm.config.MeshSettings",
 }
 ROOT_SECTIONS = {  # their fields are root keys

@@ -11,7 +11,7 @@ Two policies say when a waiting request may start. *reserve*: when its pages at 
 running ones may still take fit together; nothing is ever preempted. *optimistic*: when its tokens so far fit; when the pages run out,
 the youngest running request is preempted: its pages are freed, it goes back to the head of the queue and computes prompt and output
 again. The oldest is never preempted for a younger one, so it always advances; a request that could not fit alone is refused before it
-gets here.
+gets here. *static*, to compare with: a batch starts when the one before has ended, all of it.
 """
 
 from bisect import insort
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from jaxllm.inference.paging import Places
 from jaxllm.inference.requests import Request, State
 
-POLICIES = ("reserve", "optimistic")
+POLICIES = ("reserve", "optimistic", "static")
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,8 @@ class Scheduler:
     # --- admission ------------------------------------------------------------------------------------------------
 
     def _admit(self, budget: int, plan: Plan) -> None:
+        if self.policy == "static" and self.running:
+            return
         for request in list(self.waiting):
             if budget < 1 or not self.places.free_slots:
                 return
@@ -235,7 +237,7 @@ class Scheduler:
         return [] if request.scores else request.tokens
 
     def _fits(self, request: Request) -> bool:
-        if self.policy == "reserve":
+        if self.policy != "optimistic":
             return self._missing(request, request.limit - 1) + self._owed() <= self.places.free_pages
         return self._missing(request, len(request.tokens)) <= self.places.free_pages
 

@@ -63,7 +63,8 @@ class EngineSettings:
 
     step_tokens: tokens that one step computes at most, decoding rows first; it must exceed rows. chunk: the longest piece of a prompt in
     one call. policy: "reserve" = a request starts when it is sure to end; "optimistic" = when its prompt fits, and the youngest is
-    computed again when pages run out. prefix_cache: reuse pages of prompts that begin alike. queue: requests that may wait.
+    computed again when pages run out; "static" = a batch starts when the one before has ended (to compare with). prefix_cache: reuse
+    pages of prompts that begin alike. queue: requests that may wait.
 
     row_buckets, token_buckets, width_buckets: shapes that are compiled, ascending: rows of decoding, tokens of a chunk, pages of a row;
     null = powers of two, and of four for widths. prompt_logprobs: compile also what scores prompts. overlap: dispatch a step before
@@ -91,8 +92,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.cache not in ("paged", "contiguous"):
             raise UserError(f"server.cache: {self.cache!r} is not one of paged, contiguous")
-        if self.policy not in ("reserve", "optimistic"):
-            raise UserError(f"server.policy: {self.policy!r} is not one of reserve, optimistic")
+        if self.policy not in ("reserve", "optimistic", "static"):
+            raise UserError(f"server.policy: {self.policy!r} is not one of reserve, optimistic, static")
         for name in ("rows", "page_size", "chunk", "queue", "max_len", "pages"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"server.{name}: {value} must be at least 1")
@@ -144,3 +145,47 @@ class ServeSettings(EngineSettings):
         for name in ("max_body", "max_connections", "deadline_s", "read_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"server.{name}: {getattr(self, name)} must be greater than 0")
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """`bench.*`: load on a server, and what counts as good.
+
+    url: of a server of the OpenAI protocol; null = the engine of `source=`, in this process and without HTTP. model: its name there;
+    null = the first it lists. api_key_env: environment variable that holds its key.
+
+    rate: requests a second, at random intervals (open loop: they come whether or not the server keeps up); null = closed loop, where
+    `concurrency` clients each ask again as soon as they are answered. requests: how many; warm_up: so many before, not counted.
+    prompt_min, prompt_max: tokens, log-uniform. output_min, output_max: tokens, log-normal about their geometric mean (long-tailed), cut
+    to this range; every answer is made exactly so long. prefix: so many first tokens are the same in all prompts.
+
+    ttft_limit_s, tpot_limit_s: a request is good when both are kept: goodput counts those alone.
+    """
+
+    url: str | None = None
+    model: str | None = None
+    api_key_env: str | None = None
+    rate: float | None = None
+    concurrency: int = 8
+    requests: int = 32
+    warm_up: int = 2
+    prompt_min: int = 16
+    prompt_max: int = 512
+    output_min: int = 8
+    output_max: int = 256
+    prefix: int = 0
+    ttft_limit_s: float = 2.0
+    tpot_limit_s: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "requests", "prompt_min", "output_min"):
+            if getattr(self, name) < 1:
+                raise UserError(f"bench.{name}: {getattr(self, name)} must be at least 1")
+        for name in ("prompt", "output"):
+            low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
+            if low > high:
+                raise UserError(f"bench.{name}_max: {high} must be at least bench.{name}_min={low}")
+        if not 0 <= self.prefix < self.prompt_min:
+            raise UserError(f"bench.prefix: {self.prefix} must be in [0, prompt_min={self.prompt_min})")
+        if self.rate is not None and self.rate <= 0:
+            raise UserError(f"bench.rate: {self.rate} must be greater than 0; null = closed loop")

@@ -28,6 +28,7 @@ TASKS = {
     "check": "jaxllm.tasks.check",
     "read": "jaxllm.tasks.read",
     "serve": "jaxllm.tasks.serve",
+    "bench_serve": "jaxllm.tasks.bench_serve",
 }
 # Tasks that always make a run folder; the others do when `run_dir` is given, and in a sweep.
 WRITES = frozenset({"train"})

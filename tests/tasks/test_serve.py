@@ -1,5 +1,6 @@
 """`task=serve` as a process: ready after its warm-up, drained by SIGTERM, one JSON line at the end; and keys, ports and hosts."""
 
+import io
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from jaxllm.data.tokenizer import Bytes
 from jaxllm.errors import UserError
 from jaxllm.inference.settings import EngineSettings, ServeSettings
 from jaxllm.params import init_params
+from jaxllm.tasks import TaskIO, bench_serve
 from jaxllm.tasks.serve import read_keys
 from jaxllm.tasks.source import build_model, pack_tokenizer
 
@@ -112,3 +114,32 @@ def test_settings_that_cannot_be_meant():
             ServeSettings(**fields)
     assert ServeSettings(host="0.0.0.0", public=True).host == "0.0.0.0"
     assert EngineSettings().rows == 8
+
+
+@pytest.mark.parametrize("rate", [None, 200.0])
+def test_a_benchmark_of_the_engine_in_this_process(trained, tmp_path, rate):
+    shapes = {
+        "rows": 2,
+        "page_size": 16,
+        "row_buckets": [2],
+        "token_buckets": [32],
+        "width_buckets": [32],
+        "prompt_logprobs": False,
+    }
+    load = {
+        "rate": rate,
+        "requests": 6,
+        "prompt_min": 4,
+        "prompt_max": 40,
+        "output_min": 2,
+        "output_max": 9,
+        "concurrency": 3,
+    }
+    cfg = compose(["task=bench_serve", "model=tiny", "track=none"])
+    cfg = cfg.replace({"source": str(trained), "server": shapes, "bench": load})
+    result = bench_serve.run(cfg, TaskIO(run_dir=tmp_path, err=io.StringIO()))
+    assert result["failed"] == 0 and result["requests"] == 6 and result["ideal_ratio"] >= 1
+    assert 0 < result["ttft_p50"] <= result["ttft_p99"] and 0 <= result["cache_max"] <= 1
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert sum(row["tokens"] for row in saved["rows"]) == result["new_tokens"] == saved["new_tokens"]
+    assert (tmp_path / "bench.png").stat().st_size > 1000

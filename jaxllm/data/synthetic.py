@@ -2,13 +2,14 @@
 
     copy    `kqzvb=kqzvb`           after `=` every symbol is decided by the one before the sign
     recall  `a3k7z1?k7a3z1`         pairs key, value; after `?` every value is decided by its key
+            `.+a3;~=k7-z1!?k7a3z1`  the same among filler: needles in a haystack
 
 Both ask what a mechanism can carry over a distance (associative recall: Arora et al. 2023, "Zoology"). The right loss
 on the answers is 0; with `answers_only` nothing else is trained, so the loss reads as the share not yet learned.
 """
 
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from jaxllm.errors import UserError
 
 KEYS = string.ascii_letters
 VALUES = string.digits
+FILLER = "!#$%&*+,-./:;<=>@^_~"
 TASKS = ("recall", "copy")
 
 
@@ -31,6 +33,7 @@ class Synthetic(Source):
 
     length: symbols to copy, or key-value pairs to recall (at most 52, keys are distinct letters).
     queries: how many of the pairs are asked for; null asks for all. Only for recall.
+    filler: random symbols among which the pairs lie, at random places. Only for recall.
     answers_only: train the answers alone, not the random symbols that nothing can predict.
     """
 
@@ -39,6 +42,7 @@ class Synthetic(Source):
     documents: int = 4000
     length: int = 8
     queries: int | None = None
+    filler: int = 0
     answers_only: bool = True
     seed: int = 0
 
@@ -50,15 +54,25 @@ class Synthetic(Source):
         checks.whole("data.length", self.length, least=1)
         checks.whole("data.seed", self.seed, least=0)
         checks.whole("data.queries", self.queries, least=1, optional=True)
+        checks.whole("data.filler", self.filler, least=0)
         checks.flag("data.answers_only", self.answers_only)
         if self.task == "recall" and self.length > len(KEYS):
             raise UserError(f"data.length={self.length}: recall has {len(KEYS)} distinct keys")
+        if self.filler and self.task != "recall":
+            raise UserError(f"data.filler={self.filler}: only for task=recall; leave it at 0")
         if self.queries is not None and (self.task != "recall" or self.queries > self.length):
             raise UserError(f"data.queries={self.queries}: only for task=recall, and at most data.length={self.length}")
 
     def open(self, base: Path, log: Log) -> Documents:
-        facts = {"source": "synthetic", "task": self.task, "length": self.length, "queries": self.queries,
-                 "answers_only": self.answers_only, "seed": self.seed}
+        facts = {
+            "source": "synthetic",
+            "task": self.task,
+            "length": self.length,
+            "queries": self.queries,
+            "filler": self.filler,
+            "answers_only": self.answers_only,
+            "seed": self.seed,
+        }
         return Documents(facts | {"count": self.documents}, facts, self._read, masked=self.answers_only)
 
     def _read(self) -> Iterator[Document]:
@@ -73,11 +87,21 @@ class Synthetic(Source):
         return [(text + "=", False), (text, True)]
 
     def _recall(self, rng: np.random.Generator) -> list[tuple[str, bool]]:
-        keys = [KEYS[i] for i in rng.permutation(len(KEYS))[:self.length]]
+        keys = [KEYS[i] for i in rng.permutation(len(KEYS))[: self.length]]
         values = [VALUES[i] for i in rng.integers(len(VALUES), size=self.length)]
-        asked = rng.permutation(self.length)[:self.queries]
-        question = "".join(k + v for k, v in zip(keys, values, strict=True)) + "?"
+        asked = rng.permutation(self.length)[: self.queries]
+        pairs = [k + v for k, v in zip(keys, values, strict=True)]
+        gaps = np.sort(rng.integers(self.filler + 1, size=len(pairs))) if self.filler else [0] * len(pairs)
+        question = haystack(rng, pairs, gaps, self.filler) + "?"
         pieces = [(question, False)]
         for i in asked:
             pieces += [(keys[i], False), (values[i], True)]
         return pieces
+
+
+def haystack(rng: np.random.Generator, pairs: Sequence[str], gaps: Sequence[int] | np.ndarray, filler: int) -> str:
+    """`filler` random symbols, with pair i behind the first `gaps[i]` of them; gaps must not fall."""
+    hay = [FILLER[i] for i in rng.integers(len(FILLER), size=filler)] if filler else []
+    for pair, gap in zip(reversed(pairs), reversed(list(gaps)), strict=True):
+        hay.insert(gap, pair)
+    return "".join(hay)

@@ -28,7 +28,7 @@ class Sine(Layer, kw_only=True):
         y = jnp.sin(x)
         return (y, {}) if shared is None else (y, cache, shared, {})
 
-    def init_cache(self, batch, length, dtype, *, draft=0, pages=None):
+    def init_cache(self, batch, length, dtype, *, draft=0):
         return None
 
     def cost(self, batch, t, s, dtype):

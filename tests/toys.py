@@ -80,8 +80,8 @@ class ToyRecurrent(Layer, kw_only=True):
         new = RecurrentCache(pick(states), pick(windows), keep_pending(run, cache.pending.shape[1]))
         return y.astype(x.dtype), new, shared, {}
 
-    def init_cache(self, batch, length, dtype, *, draft=0, pages=None):
-        del length, pages
+    def init_cache(self, batch, length, dtype, *, draft=0):
+        del length
         zeros = jnp.zeros((batch, self.d_model), jnp.float32)
         return RecurrentCache(zeros, zeros, jnp.zeros((batch, draft, self.d_model), dtype))
 
@@ -113,8 +113,8 @@ class ToyShare(Layer, kw_only=True):
         ).astype(x.dtype)
         return y * x, cache, shared, {}
 
-    def init_cache(self, batch, length, dtype, *, draft=0, pages=None):
-        del batch, length, dtype, draft, pages
+    def init_cache(self, batch, length, dtype, *, draft=0):
+        del batch, length, dtype, draft
         return ()
 
     def cost(self, batch, t, s, dtype):

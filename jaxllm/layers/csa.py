@@ -284,12 +284,8 @@ class CompressedAttention(Layer, kw_only=True):
     # ---- unbound: what callers ask without arrays ----------------------------------------------------------------
 
     @nn.nowrap
-    def init_cache(
-        self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None
-    ) -> CompressedCache:
+    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0) -> CompressedCache:
         """Rings of the window and of windows not yet complete, with room for `draft` tokens more, and `length // m` entries."""
-        if pages is not None:
-            raise UserError("cache: paged compressed caches are not available; leave pages at null")
         self.rope.check_cache(length)
         k, i, _ = self.widths
         near, far = (recent_slots(n, draft) for n in self._before)

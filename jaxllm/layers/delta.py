@@ -267,13 +267,9 @@ class DeltaMixer(Layer, kw_only=True):
         return jnp.promote_types(dtype, self.dtype)
 
     @nn.nowrap
-    def init_cache(
-        self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None
-    ) -> RecurrentCache:
+    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0) -> RecurrentCache:
         """Room for any number of tokens a row, of which `draft` may be tentative."""
         del length
-        if pages is not None:
-            raise UserError("cache: a recurrent state has no pages; leave pages at null")
         if draft < 0:
             raise UserError(f"draft: {draft} tentative tokens; must be at least 0")
         shape = (batch, *self.state_sizes)

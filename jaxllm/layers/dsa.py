@@ -111,9 +111,9 @@ class DSA(Choosing, MLA, kw_only=True):
     # ---- unbound: what callers ask without arrays ----------------------------------------------------------------
 
     @nn.nowrap
-    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None) -> Cache:
+    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0) -> Cache:
         """MLA's, and the index keys beside it; what is rejected is written over."""
-        held = MLA.init_cache(self, batch, length, dtype, draft=draft, pages=pages)
+        held = MLA.init_cache(self, batch, length, dtype, draft=draft)
         if not self.owns_indexer or not isinstance(held, LatentCache):
             return held
         return self.index_cache(held, batch, length, draft, dtype)

@@ -283,11 +283,9 @@ class GQA(Layer, kw_only=True):
     # ---- unbound: what callers ask without arrays ----------------------------------------------------------------
 
     @nn.nowrap
-    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None) -> Cache:
+    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0) -> Cache:
         """Room for `length` tokens a row, tentative ones included. A ring, where local attention bounds what is read, holds the span,
         the global tokens and `draft` more, and never more than `length`."""
-        if pages is not None:
-            raise UserError("cache: paged attention caches are not available; leave pages at null")
         if self.rope is not None:
             self.rope.check_cache(length)
         if self.mask.span is None:

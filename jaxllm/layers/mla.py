@@ -244,11 +244,9 @@ class MLA(Layer, kw_only=True):
     # ---- unbound: what callers ask without arrays ----------------------------------------------------------------
 
     @nn.nowrap
-    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None) -> Cache:
+    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0) -> Cache:
         """Room for `length` tokens a row, tentative ones included: what is rejected is written over, so `draft` needs nothing."""
         del draft
-        if pages is not None:
-            raise UserError("cache: paged latent caches are not available; leave pages at null")
         if self.rope is not None:
             self.rope.check_cache(length)
         r, _, o, _ = self.sizes

@@ -131,9 +131,9 @@ class SparseGQA(Choosing, GQA, kw_only=True):
     # ---- unbound: what callers ask without arrays ----------------------------------------------------------------
 
     @nn.nowrap
-    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0, pages: int | None = None) -> Cache:
+    def init_cache(self, batch: int, length: int, dtype: Any, *, draft: int = 0) -> Cache:
         """GQA's, and the index keys beside it; what is rejected is written over."""
-        held = GQA.init_cache(self, batch, length, dtype, draft=draft, pages=pages)
+        held = GQA.init_cache(self, batch, length, dtype, draft=draft)
         if not self.owns_indexer or not isinstance(held, KVCache):
             return held
         return self.index_cache(held, batch, length, draft, dtype)

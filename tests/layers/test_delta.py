@@ -227,10 +227,8 @@ def test_the_state_does_not_grow_and_holds_no_length_of_its_own():
     assert all(leaf.ndim > 1 for leaf in jax.tree.leaves(cache))
 
 
-def test_what_cannot_be_rewound_or_paged_is_refused_at_set_up():
+def test_what_cannot_be_rewound_is_refused_at_set_up():
     for layer in (KDA(num_heads=2, d_model=D), GatedDeltaNet(num_v_heads=2, d_model=D)):
-        with pytest.raises(UserError, match="pages"):
-            layer.init_cache(1, 8, jnp.float32, pages=4)
         with pytest.raises(UserError, match="draft: -1"):
             layer.init_cache(1, 8, jnp.float32, draft=-1)
 

@@ -171,5 +171,3 @@ def test_caches_that_cannot_be_right_are_refused():
     layer = MLA(d_model=D, num_heads=4, qk_rope_head_dim=4, rope=DynamicNTKRoPE(factor=2.0, max_position=8))
     with pytest.raises(UserError, match="rope.length"):
         layer.init_cache(1, 16, jnp.float32)
-    with pytest.raises(UserError, match="pages"):
-        MLA(d_model=D, num_heads=4, rope=None).init_cache(1, 16, jnp.float32, pages=4)

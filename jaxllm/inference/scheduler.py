@@ -76,6 +76,9 @@ class Scheduler:
         self.running: list[Request] = []  # by number of arrival
         self.preemptions = 0
         self._steps = 0
+        self._boarding = (
+            True  # of the static policy: from when the last request has ended until the rows are full or nobody waits
+        )
 
     # --- who is here ----------------------------------------------------------------------------------------------
 
@@ -130,6 +133,7 @@ class Scheduler:
         for request in self._each(lambda r: r.left > 1 or r.scores):
             budget -= self._chunk(request, budget, plan)
         self._admit(budget, plan)
+        self._boarding &= bool(self.places.free_slots and self.waiting)
         for request in plan.decodes + [chunk.request for chunk in plan.chunks]:
             assert request.state is State.RUNNING
         return plan
@@ -176,7 +180,8 @@ class Scheduler:
     # --- admission ------------------------------------------------------------------------------------------------
 
     def _admit(self, budget: int, plan: Plan) -> None:
-        if self.policy == "static" and self.running:
+        self._boarding |= not self.running
+        if self.policy == "static" and not self._boarding:
             return
         for request in list(self.waiting):
             if budget < 1 or not self.places.free_slots:

@@ -166,6 +166,21 @@ def test_decoding_requests_get_a_token_every_step_while_a_long_prompt_comes_in()
     assert steps == 10
 
 
+def test_a_static_batch_waits_for_its_last_request():
+    jobs = [([i], 10 if i in (0, 4) else 1, i) for i in range(8)]
+    steps = {}
+    for policy in ("static", "reserve"):
+        device = FakeDevice(scheduler(policy=policy), late=False)
+        outputs = device.run([request(*job) for job in jobs])
+        assert outputs == [alone(*job) for job in jobs]
+        steps[policy] = device.steps
+    assert steps == {"static": 20, "reserve": 11}  # `ideal_ratio` of these lengths
+    # A batch that takes several steps to come in is one batch all the same.
+    device = FakeDevice(scheduler(policy="static", budget=6, chunk=4), late=False)
+    device.run([request([i] * 4, 10, i) for i in range(4)])
+    assert device.steps <= 15
+
+
 def test_the_head_of_the_queue_is_not_overtaken():
     s = scheduler(pages=9, policy="reserve")
     device = FakeDevice(s)

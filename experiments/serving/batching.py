@@ -1,0 +1,130 @@
+"""A bus against a shared ride: static and continuous batching on the same requests, and what else changes an engine's speed.
+
+    python experiments/serving/batching.py [--source FOLDER | --layers 30] [--requests 32] [--rows 8] [--study batching|prefix|chunk|rows]
+
+Without a source: random weights of SmolLM2-135M's shape. One engine, so that every variant runs the same compiled calls; all requests
+wait from the start; variants take turns, `--rounds` times, and the best round of each counts. One JSON line a variant:
+
+    batching   static and reserve; with the ideal ratio of the trace (steps of the longest of each batch / steps of rows never idle)
+    prefix     prompts with the first 128 tokens in common, reuse off and on
+    chunk      the longest piece of a prompt in one step: TTFT against the gaps that others feel
+    rows       requests at once, 1 to --rows: the frontier of throughput against TTFT and TPOT
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from decode import smollm2
+
+from jaxllm.inference.bench import Job, ideal_ratio, trace
+from jaxllm.inference.engine import Engine
+from jaxllm.inference.requests import Request
+from jaxllm.inference.sampling import GREEDY
+from jaxllm.inference.settings import BenchSettings, EngineSettings
+from jaxllm.params import init_params
+from jaxllm.tasks.source import open_source
+
+
+def made(args: argparse.Namespace) -> Engine:
+    if args.source is None:
+        model, tokenizer = smollm2(args.layers), None
+        params: Any = init_params(model, jax.random.key(0))
+    else:
+        source = open_source(args.source)
+        model, params, tokenizer = source.model, source.params, source.tokenizer
+    settings = EngineSettings(
+        rows=args.rows, max_len=768, step_tokens=args.rows + 256, chunk=256, token_buckets=[32, 64, 128, 256], width_buckets=[12, 48],
+        row_buckets=sorted({1, 2, 4, args.rows} & set(range(args.rows + 1))), prompt_logprobs=False, queue=4096,
+    )  # fmt: skip
+    engine = Engine(model, params, tokenizer, settings)
+    engine.runner.warm_up(scores=False)
+    return engine
+
+
+def ride(engine: Engine, jobs: list[Job], rows: int | None = None) -> dict[str, float]:
+    """All jobs at once, or `rows` of them at a time; what it took."""
+    waiting, requests, gaps = list(reversed(jobs)), [], []
+    last: dict[int, float] = {}
+    start, live, steps = time.monotonic(), 0, engine.steps
+    while waiting or live:
+        while waiting and (rows is None or live < rows):
+            job = waiting.pop()
+            requests += engine.submit(job.prompt, GREEDY._replace(max_tokens=job.output, ignore_eos=True))
+            live += 1
+        for event in engine.step():
+            now, number = time.monotonic(), event.request.number
+            if event.tokens:
+                gaps += [now - last[number]] if number in last else []
+                last[number] = now
+            live -= event.finish is not None
+    seconds = time.monotonic() - start
+    return numbers(requests, gaps, seconds, engine.steps - steps)
+
+
+def numbers(requests: list[Request], gaps: list[float], seconds: float, steps: int) -> dict[str, float]:
+    first = [r.first - r.arrival for r in requests if r.first is not None]
+    new = sum(len(r.outputs) for r in requests)
+    return {
+        "seconds": seconds,
+        "steps": steps,
+        "throughput": new / seconds,
+        "ttft_p50": float(np.median(first)),
+        "ttft_p99": float(np.percentile(first, 99)),
+        "itl_p50": float(np.median(gaps)),
+        "itl_p99": float(np.percentile(gaps, 99)),
+        "cached_tokens": sum(r.cached for r in requests),
+    }
+
+
+def variants(study: str, rows: int) -> dict[str, tuple[dict[str, Any], int | None]]:
+    """Name -> changed settings, and how many requests may be there at a time."""
+    if study == "batching":
+        return {"static": ({"policy": "static"}, None), "continuous": ({"policy": "reserve"}, None)}
+    if study == "prefix":
+        return {"prefix_off": ({"prefix_cache": False}, None), "prefix_on": ({"prefix_cache": True}, None)}
+    if study == "chunk":
+        return {f"chunk_{n}": ({"chunk": n, "step_tokens": rows + n}, None) for n in (32, 64, 128, 256)}
+    return {f"rows_{n}": ({}, n) for n in (1, 2, 4, 8, 16, 32) if n <= rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--study", default="batching", choices=("batching", "prefix", "chunk", "rows"))
+    args = parser.parse_args()
+    engine = made(args)
+    prefix = 128 if args.study == "prefix" else 0
+    load = BenchSettings(requests=args.requests, warm_up=0, prompt_min=max(16, prefix + 1), prefix=prefix)
+    jobs = trace(load, args.seed, engine.vocab_size)
+    engine.generate([[1] * 40], GREEDY._replace(max_tokens=4, ignore_eos=True))
+    best: dict[str, dict[str, float]] = {}
+    choices = variants(args.study, args.rows)
+    for _ in range(args.rounds):
+        for name, (changes, rows) in choices.items():
+            engine.arrange(**changes)
+            result = ride(engine, jobs, rows)
+            if name not in best or result["seconds"] < best[name]["seconds"]:
+                best[name] = result
+    for name, result in best.items():
+        print(json.dumps({"variant": name, **{k: round(v, 4) for k, v in result.items()}}))
+    if args.study == "batching":
+        ideal = ideal_ratio([job.output for job in jobs], args.rows)
+        reached = best["static"]["seconds"] / best["continuous"]["seconds"]
+        steps = best["static"]["steps"] / best["continuous"]["steps"]
+        print(
+            json.dumps({"ideal_ratio": round(ideal, 3), "time_ratio": round(reached, 3), "step_ratio": round(steps, 3)})
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What pages and the host cost: a decode step on pools of pages against one on contiguous caches, and the engine around both.
+
+    python experiments/serving/decode.py [--layers 30] [--rows 8] [--context 1024] [--rounds 15]
+
+Random weights of SmolLM2-135M's shape. The two caches take turns, one step each, so that whatever else the machine does meets both;
+the ratio is that of the medians, beside the ratio of the least. `host` is the share of an engine's step, 8 rows decoding, in which the
+device waits: 1 - (forward and draw alone) / (step). One JSON line.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.inference.engine import Engine
+from jaxllm.inference.sampling import GREEDY, Sampling, Wishes
+from jaxllm.inference.settings import EngineSettings
+from jaxllm.layers.gqa import GQA
+from jaxllm.layers.mlp import MLP
+from jaxllm.layers.rope import RoPE
+from jaxllm.model import LanguageModel
+from jaxllm.params import init_params
+
+
+def smollm2(layers: int) -> LanguageModel:
+    return LanguageModel(
+        vocab_size=49152,
+        d_model=576,
+        layers=f"{layers}* global/dense",
+        mixers={"global": functools.partial(GQA, num_heads=9, num_kv_heads=3, rope=RoPE(theta=100000.0))},
+        ffns={"dense": functools.partial(MLP, d_ff=1536)},
+        tie_embeddings=True,
+    )
+
+
+def engine_of(model: LanguageModel, params: Any, cache: str, rows: int, length: int, **fields: Any) -> Engine:
+    settings = EngineSettings(
+        cache=cache,
+        rows=rows,
+        max_len=length,
+        step_tokens=rows + 512,
+        chunk=256,
+        row_buckets=[rows],
+        token_buckets=[256],
+        width_buckets=[-(-length // fields.get("page_size", 16))],
+        prompt_logprobs=False,
+        **fields,
+    )
+    return Engine(model, params, None, settings)
+
+
+def full_batch(engine: Engine, rows: int, context: int) -> Any:
+    """Decoding at the end of a context, every row in pages of its own, in no order."""
+    batch = engine.runner.batch(rows, 1, engine.sizes.widths[-1])
+    batch.lengths[:], batch.new[:], batch.tokens[:] = context - 1, 1, 7
+    batch.slots[:] = np.arange(rows) + (0 if engine.sizes.contiguous else 1)
+    if not engine.sizes.contiguous:
+        pages = np.random.default_rng(0).permutation(engine.sizes.pages - 1) + 1
+        batch.table[:] = pages[: batch.table.size].reshape(batch.table.shape)
+    return batch
+
+
+def alternate(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 2):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if i >= 2:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def host_share(engine: Engine, rows: int, prompt: int, steps: int) -> dict[str, float]:
+    """Of an engine that decodes `rows` rows: milliseconds of a step, of its device calls alone, and the share that the host adds."""
+    for i in range(rows):
+        engine.submit([3 + i] * prompt, GREEDY._replace(max_tokens=steps + 40, ignore_eos=True))
+    while any(r.left > 1 for r in engine.scheduler.running) or engine.scheduler.waiting or engine._inbox:
+        engine.step()
+    batch, order = engine._decode_batch(engine.scheduler.running)
+    params = [r.params if r is not None else GREEDY for r in order]
+    wishes = Wishes.rows(params, [0] * len(params), [()] * len(params))
+    sampling = Sampling.rows(params)
+    slots, positions = batch.slots.copy(), batch.lengths + 1
+    dead = np.zeros(len(order), np.int32)
+    batch.new[:] = 0  # runs as long, and changes nothing
+
+    def device() -> None:
+        ids, _ = engine.runner.draw(engine.runner.forward(batch), slots, positions, dead, sampling, wishes)
+        jax.block_until_ready(ids)
+
+    blocks: dict[str, list[float]] = {"device": [], "step": []}
+    for _ in range(3):  # blocks of steps, not single ones: an engine's step waits for the one before
+        for name, call in (("step", engine.step), ("device", device)):
+            call()
+            start = time.perf_counter()
+            for _ in range(steps // 3):
+                call()
+            blocks[name].append((time.perf_counter() - start) / (steps // 3))
+    for request in list(engine.scheduler.running):
+        engine.abort(request)
+    engine.step()
+    step, alone = min(blocks["step"]), min(blocks["device"])
+    return {"step_ms": 1e3 * step, "device_ms": 1e3 * alone, "host": 1 - alone / step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    model = smollm2(args.layers)
+    params = init_params(model, jax.random.key(0))
+    engines = {
+        "contiguous": engine_of(model, params, "contiguous", args.rows, args.context),
+        "paged": engine_of(model, params, "paged", args.rows, args.context, page_size=args.page),
+    }
+    batches = {name: full_batch(engine, args.rows, args.context) for name, engine in engines.items()}
+
+    def step(name: str) -> None:
+        jax.block_until_ready(engines[name].runner.forward(batches[name]))
+
+    times = alternate({name: functools.partial(step, name) for name in engines}, args.rounds)
+    result: dict[str, Any] = {"layers": args.layers, "rows": args.rows, "context": args.context, "page": args.page}
+    for name, series in times.items():
+        result[name] = {"median_ms": 1e3 * statistics.median(series), "least_ms": 1e3 * min(series)}
+    for kind in ("median_ms", "least_ms"):
+        result[f"ratio_{kind}"] = result["paged"][kind] / result["contiguous"][kind]
+    result["overhead"] = host_share(engines["paged"], args.rows, 200, args.rounds)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

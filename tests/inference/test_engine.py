@@ -233,7 +233,7 @@ def test_what_could_never_be_served_is_refused_at_once(engine):
     engine.arrange(queue=2)
     asked = [engine.submit([1, 2], GREEDY._replace(max_tokens=2))[0] for _ in range(2)]
     with pytest.raises(QueueFull):
-        engine.submit([1], GREEDY)
+        engine.submit([1], GREEDY._replace(max_tokens=2))
     while engine.busy:
         engine.step()
     assert all(r.finish == "length" for r in asked)

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -305,9 +306,13 @@ def _log_changes(before: str, cfg: Config, io: TaskIO) -> None:
 
 def _register_resolvers() -> None:
     names = {"task": lambda: list(TASKS)}
-    OmegaConf.register_new_resolver(
-        "jaxllm_options", lambda group: "  ".join(names.get(group, lambda: options(group))()) or "-", replace=True
-    )
+
+    def listed(group: str, column: int = 0) -> str:
+        """The names of a group; lines that get too long go on below the given column of the help text."""
+        text = "  ".join(names.get(group, lambda: options(group))()) or "-"
+        return ("\n" + " " * column).join(textwrap.wrap(text, 126 - column)) if column else text
+
+    OmegaConf.register_new_resolver("jaxllm_options", listed, replace=True)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,9 @@ def test_mixers_are_swapped_by_role():
 
 @pytest.mark.parametrize("name", options("mixer"))
 def test_a_component_stands_alone(name):
-    made = component("mixer", name, num_heads=4)
-    assert isinstance(made, functools.partial) and made.keywords["num_heads"] == 4
+    heads = "num_v_heads" if name == "gdn" else "num_heads"
+    made = component("mixer", name, **{heads: 4})
+    assert isinstance(made, functools.partial) and made.keywords[heads] == 4
     with pytest.raises(UserError, match=rf"mixer/{name}\.num_heds=4: unknown key"):
         component("mixer", name, num_heds=4)
 

@@ -136,7 +136,7 @@ def claims(context: int = 2**20) -> dict[str, float]:
         layers=" | ".join(f"{g.repeats}* " + " ".join(f"full/{f}" for _, f in g.period) for g in glm.groups)
     )
     mixer = glm.mixer("full")
-    own = Indexer.weights(glm.d_model, mixer.q_lora_rank, mixer.index_heads, mixer.index_width)
+    own = Indexer.weights(glm.d_model, mixer.q_lora_rank, mixer.index_heads, mixer.index_width, mixer.index_pool)
     scored = 2.0 * context * mixer.index_heads * mixer.index_width
     shared, whole = (built.cost(1, 1, context).flops for built in (glm, every))
     per_layer = scored + 2.0 * own

@@ -13,6 +13,7 @@ So paging is written once and a mixer knows nothing of it. Page 0 and slot 0 are
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,7 +75,7 @@ class Paged:
                 return x.at[rows.slots].set(new.astype(x.dtype))
             return _write(x, new, leaf, rows, t)
 
-        return self.replace(pool=self._each(put, self.pool, cache))  # type: ignore[attr-defined]  # struct.dataclass adds it
+        return dataclasses.replace(self, pool=self._each(put, self.pool, cache))
 
     def copy(self, source: Array, target: Array, pages: bool = True) -> Paged:
         """Pages, or with pages=False states, `source [n]` copied over `target [n]`; 0 to 0 is no copy."""
@@ -82,7 +83,7 @@ class Paged:
         def one(leaf: Leaf, x: Array) -> Array:
             return x.at[target].set(x[source]) if (leaf.axis is not None) == pages else x
 
-        return self.replace(pool=self._each(one, self.pool))  # type: ignore[attr-defined]  # struct.dataclass adds it
+        return dataclasses.replace(self, pool=self._each(one, self.pool))
 
     @property
     def shares(self) -> bool:

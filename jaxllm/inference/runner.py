@@ -9,6 +9,7 @@ old ones. The newest id of each slot stays on the device, so the next step start
     draw      (logits, drawer, slots, positions, ...)  -> drawer, ids [r], logprobs [r]
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -178,7 +179,8 @@ class Runner:
         ids, logprobs = sample(logits, rows, positions, self.vocab_size, adjusted)
         place = jnp.where(jnp.asarray(live) > 0, slots, drawer.ids.shape[0])  # a row of padding is dropped
         counts = drawer.history.counts.at[place, ids].add(1, mode="drop")
-        drawn = Drawer(drawer.ids.at[place].set(ids, mode="drop"), drawer.history.replace(counts=counts))  # type: ignore[attr-defined]
+        history = dataclasses.replace(drawer.history, counts=counts)
+        drawn = Drawer(drawer.ids.at[place].set(ids, mode="drop"), history)
         return drawn, ids, logprobs
 
     def _top_call(self, logits: Array) -> tuple[Array, Array]:

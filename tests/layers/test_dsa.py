@@ -74,7 +74,10 @@ def dsa_by_hand(layer, params, x):
     """MLA whose softmax runs over the top_k of I."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     n, r = 6, 10
-    norm = lambda y, w: y / np.sqrt(np.mean(y * y, -1, keepdims=True) + 1e-6) * w["scale"]  # noqa: E731
+
+    def norm(y, w):
+        return y / np.sqrt(np.mean(y * y, -1, keepdims=True) + 1e-6) * w["scale"]
+
     out = np.zeros((B, T, D))
     for i, row in enumerate(np.asarray(x, np.float64)):
         latent = norm(row @ p["q_a_proj"], p["q_a_norm"])
@@ -188,8 +191,7 @@ def test_the_loss_of_all_served_layers_reaches_the_indexer_and_nothing_else():
             z, _, _, two = shared.apply({"params": rest}, x + 0.1 * y, c, None, handed)
             return one["loss/indexer"], two["loss/indexer"], jnp.sum(z**2)
 
-        take = lambda i: jax.grad(lambda *a: losses(*a)[i], argnums=(0, 1, 2))  # noqa: E731
-        own, served, tokens = jax.jit(lambda *a: [take(i)(*a) for i in range(3)])(params, rest, x)  # noqa: B023
+        own, served, tokens = jax.jit(jax.jacrev(losses, argnums=(0, 1, 2)))(params, rest, x)
         for of_full, of_shared, of_x in (own, served):
             assert all(np.abs(np.asarray(g)).max() > 0 for g in jax.tree.leaves(of_full.pop("index")))
             assert all(np.all(np.asarray(g) == 0) for g in jax.tree.leaves((of_full, of_shared, of_x)))

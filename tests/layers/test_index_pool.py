@@ -105,7 +105,10 @@ def test_a_cache_holds_one_index_key_a_pool_and_a_ring():
 
 def losses_by_hand(p, x, dense):
     """Loss of every query of one document `x [t d]`, in float64: KL of the pools' attention from the softmax of their scores."""
-    rms = lambda y, w: y / np.sqrt(np.mean(y * y, -1, keepdims=True) + 1e-5) * w["scale"]  # noqa: E731
+
+    def rms(y, w):
+        return y / np.sqrt(np.mean(y * y, -1, keepdims=True) + 1e-5) * w["scale"]
+
     latent, c = rms(x @ p["q_a_proj"], p["q_a_norm"]), rms(x @ p["kv_a_proj"], p["kv_a_norm"])
     q, k = (np.einsum("tr,rhn->htn", a, p[w]) for a, w in ((latent, "q_b_proj"), (c, "k_b_proj")))
     i = p["index"]

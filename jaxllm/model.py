@@ -24,6 +24,7 @@ from jaxllm.layers.mtp import MultiToken
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.residual import Residual
 from jaxllm.mesh import shard
+from jaxllm.ops.linear import times_transposed
 from jaxllm.pages import Paged, Pages, paged_of
 from jaxllm.pattern import Group, check_roles, parse
 
@@ -431,8 +432,12 @@ class LanguageModel(nn.Module, kw_only=True):
     def head(self, hidden: Array) -> Array:
         """Logits `[.., padded_vocab]`; ids past `vocab_size` get a value no sampler picks and no softmax counts."""
         # A tied matrix is used as it lies: for `hidden @ embed.T` with one row, XLA on CPU makes a naive loop instead of a product.
-        w, product = (self.embed, "...d,vd->...v") if self.tie_embeddings else (self.lm_head, "...d,dv->...v")
-        logits = jnp.einsum(product, hidden, w.astype(self.compute_dtype), preferred_element_type=jnp.float32)
+        if self.tie_embeddings:
+            logits = times_transposed(hidden, self.embed.astype(self.compute_dtype), jnp.float32)
+        else:
+            logits = jnp.einsum(
+                "...d,dv->...v", hidden, self.lm_head.astype(self.compute_dtype), preferred_element_type=jnp.float32
+            )
         if self.logit_scale is not None:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.ops.linear import Transposed, linear, linear_naive, rms, rms_naive, swiglu, swiglu_naive
+from jaxllm.ops.linear import (
+    FEW_ROWS,
+    Transposed,
+    linear,
+    linear_naive,
+    rms,
+    rms_naive,
+    swiglu,
+    swiglu_naive,
+    times_transposed,
+)
 
 
 def draw(*shapes, dtype=jnp.float32):
@@ -69,3 +79,13 @@ def test_a_transposed_weight_gives_the_same_product():
     np.testing.assert_allclose(
         linear(jnp.asarray(x), held, 2), linear_naive(jnp.asarray(x), jnp.asarray(w), 2), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_of_few_rows_are_sums_in_fp32(rows, dtype):
+    x, w = draw((1, rows, 40), (24, 40), dtype=dtype)
+    y = times_transposed(x, w, jnp.float32)
+    want = np.einsum("bri,oi->bro", np.asarray(x, np.float64), np.asarray(w, np.float64))
+    assert y.dtype == jnp.float32 and times_transposed(x, w).dtype == dtype
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)

@@ -257,6 +257,7 @@ def main() -> None:
     for name, ms in result.items():
         print(f"{name:32s} min {ms['min']:9.2f} ms   median {ms['median']:9.2f} ms")
     if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "speed.json").write_text(json.dumps(result, indent=1))
         plot(result, args.out / "crossover.png")
 

@@ -41,19 +41,20 @@ SMALL = 2048  # rows of all experts up to which each expert gets one for every t
 
 
 def capacity_of(tokens: int, choices: int, experts: int) -> int:
-    """Rows an expert gets: an even share and two standard deviations of a fair draw, in multiples of 8.
+    """Rows an expert gets: an even share and a standard deviation of a fair draw, in multiples of 8. More is padding for every expert,
+    less is a loop for most.
 
     A token chooses an expert once, so `tokens` rows are enough for anything; few tokens get them.
     """
     if tokens * experts <= SMALL:
         return tokens
     share = choices / experts
-    return min(tokens, 8 * max(1, round((share + 2 * share**0.5) / 8)))
+    return min(tokens, 8 * max(1, round((share + share**0.5) / 8)))
 
 
 def block_of(tokens: int, capacity: int) -> int:
-    """Rows of a turn of the loop: about a quarter of what an expert gets, so that a turn is neither empty nor a copy for few."""
-    return 0 if capacity >= tokens else min(capacity, max(8, capacity // 4 // 8 * 8))
+    """Rows of a turn of the loop: about an eighth of what an expert gets, so that a turn is neither empty nor a copy for few."""
+    return 0 if capacity >= tokens else min(capacity, max(8, capacity // 8 // 8 * 8))
 
 
 def make_plan(experts: Array, number: int, capacity: int, block: int = 0, *, by_choice: bool = False) -> Plan:

@@ -99,9 +99,10 @@ ROOT_SECTIONS = {  # their fields are root keys
     "convert": "jaxllm.weights.settings.ConvertSettings",
     "logits": "jaxllm.weights.settings.LogitsSettings",
     "check": "jaxllm.weights.settings.CheckSettings",
+    "report": "jaxllm.report.settings.ReportSettings",
 }
 STAGES = "jaxllm.training.settings.StageSettings"
-GROUPS = ("model", "data", "optim", "objective", "track")  # roots of target nodes
+GROUPS = ("model", "data", "optim", "objective", "track", "chip")  # roots of target nodes
 
 
 def options(group: str, conf: Path = CONF) -> list[str]:
@@ -269,14 +270,7 @@ class Config:
         original_cwd: Path | None = None,
     ) -> Config:
         """A saved configuration: data from anybody, so only `SAVED_TARGETS` and `allow_targets` may be built."""
-        if len(text) > MAX_YAML_BYTES:
-            raise UserError(f"config.yaml: {len(text)} characters, more than the {MAX_YAML_BYTES} that are read")
-        try:
-            tree = yaml.load(text, Loader=_Loader)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise UserError(f"config.yaml: cannot be read: {' '.join(str(error).split())[:200]}") from error
-        if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
-            raise UserError("config.yaml: expected a mapping of keys to values")
+        tree = read_tree(text)
         for key, value in (overrides or {}).items():
             set_key(tree, key, value)
         return cls(tree, allow=(*SAVED_TARGETS, *allow_targets), explicit=overrides, original_cwd=original_cwd)
@@ -301,18 +295,32 @@ class Config:
         return cls.from_yaml(text, overrides, allow_targets, original_cwd)
 
 
+def read_tree(text: str) -> dict[str, Any]:
+    """The plain tree of a saved configuration's text, which may be anybody's: no aliases, no depth, no size without end."""
+    if len(text) > MAX_YAML_BYTES:
+        raise UserError(f"config.yaml: {len(text)} characters, more than the {MAX_YAML_BYTES} that are read")
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UserError(f"config.yaml: cannot be read: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
+        raise UserError("config.yaml: expected a mapping of keys to values")
+    return tree
+
+
 def differences(before: str, after: Config) -> list[tuple[str, str, str]]:
     """The leaves that differ between a saved configuration's text and a configuration: (key, old value, new value)."""
     absent = object()
-    old, new = dict(_leaves(yaml.load(before, Loader=_Loader))), dict(_leaves(after.to_dict()))
+    old, new = dict(leaves(yaml.load(before, Loader=_Loader))), dict(leaves(after.to_dict()))
     changed = [k for k in {**old, **new} if old.get(k, absent) != new.get(k, absent)]
     return [(k, show(old[k]) if k in old else "-", show(new[k]) if k in new else "-") for k in changed]
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a tree and their values; lists are values."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+            yield from leaves(item, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, value
 
@@ -353,7 +361,7 @@ def _suggest_path(name: str, roots: Iterable[str], tree: Mapping[str, Any]) -> s
         full |= {f"{section}.{n}" for n in parameters(locate(path, section))[0]}
 
     for group in GROUPS:
-        paths = [key.split(".") for key, _ in _leaves(tree.get(group), group)]
+        paths = [key.split(".") for key, _ in leaves(tree.get(group), group)]
         full |= {".".join(path[: n + 1]) for path in paths for n in range(len(path)) if not path[n].startswith("_")}
     last = name.rpartition(".")[2]
     exact = sorted(k for k in full if k.rpartition(".")[2] == last)

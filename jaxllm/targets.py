@@ -39,6 +39,7 @@ SAVED_TARGETS = (
     "jaxllm.training.optimisers",
     "jaxllm.training.schedules",
     "jaxllm.measure.trackers",
+    "jaxllm.measure.chips",
     "optax",
 )
 

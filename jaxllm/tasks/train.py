@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxllm.checkpoint import Checkpoints, read_meta
-from jaxllm.config import Config
+from jaxllm.config import CONF, Config
 from jaxllm.data.checks import Log
 from jaxllm.data.corpus import Corpus, Source
 from jaxllm.data.loader import Loader
@@ -63,7 +63,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     declared = declare(model)
     stages = plan(settings, entries, model, optimiser, objectives, schedules, declared)
     for stage in stages:
-        check_batch(stage.batch_size // stage.accumulate, mesh, place.rules)
+        check_batch(stage.batch_size // stage.accumulate, stage.seq_len, mesh, place.rules)
     data = _Opener(cfg, io, corpus, cfg.seed, settings)
 
     checkpoints = Checkpoints(io.run_dir / CHECKPOINTS, settings.keep_last, settings.keep_best, warn=io.log)
@@ -101,7 +101,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
                 "origin": origin,
             },
             run_dir=io.run_dir,
-            peak=peak_flops(jax.devices()[0]),
+            peak=peak_flops(jax.devices()[0], CONF / "chip"),
         )
         loop = Loop(stages, settings, data, outside, mesh=mesh, rules=place.rules, before=before, declared=declared)
         try:

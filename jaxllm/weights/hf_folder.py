@@ -17,6 +17,7 @@ from jaxllm.weights.tensors import DTYPES, TOKENIZER_FILES
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+QUANTISED = ("mxfp4",)
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 128 * 2**20
 MAX_TOKENIZER_BYTES = 512 * 2**20
@@ -28,7 +29,10 @@ def is_hf_folder(path: Path) -> bool:
 
 
 class HFFolder:
-    """See `TensorSource`. Opening reads config.json, the index and the headers of all shards; raises UserError in one line."""
+    """See `TensorSource`. Opening reads config.json, the index and the headers of all shards; raises UserError in one line.
+
+    quantised: how config.json says that weights are packed, one of `QUANTISED`; None = they are not. Tensors are given as they lie.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -36,11 +40,7 @@ class HFFolder:
         if not self.path.is_dir():
             raise UserError(f"{self.path}: no such folder")
         self.config = self._json(CONFIG, MAX_CONFIG_BYTES)
-        if method := self.config.get("quantization_config"):
-            kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-            raise UserError(
-                f"{self.path / CONFIG}: the weights are quantised ({kind}), which is not read; use the full ones"
-            )
+        self.quantised = self._quantised()
         self._files: dict[str, Path] = {}  # tensor -> its file
         self._facts: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         for file in self._shards():
@@ -70,6 +70,19 @@ class HFFolder:
         return {
             name: self._bytes(name, MAX_TOKENIZER_BYTES) for name in TOKENIZER_FILES if (self.path / name).is_file()
         }
+
+    def _quantised(self) -> str | None:
+        """How the weights are stored, if not as numbers. Raises UserError for what cannot be read."""
+        settings = self.config.get("quantization_config")
+        if not settings:
+            return None
+        method = str(settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings)
+        if method not in QUANTISED:
+            raise UserError(
+                f"{self.path / CONFIG}: the weights are quantised ({method}), which is not read (known: {', '.join(QUANTISED)});"
+                " use the full ones"
+            )
+        return method
 
     # ---- the files ------------------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from jaxllm.errors import UserError
 from jaxllm.weights.gguf import GGUFFile, is_gguf
 from jaxllm.weights.hf_folder import HFFolder, is_hf_folder
+from jaxllm.weights.mxfp4 import MXFP4
 from jaxllm.weights.tensors import TensorSource
 
 
@@ -18,5 +19,6 @@ def open_tensors(path: Path) -> TensorSource:
     if is_gguf(path):
         return GGUFFile(path)
     if is_hf_folder(path):
-        return HFFolder(path)
+        folder = HFFolder(path)
+        return MXFP4(folder) if folder.quantised == "mxfp4" else folder
     raise UserError(f"{path}: is neither a Hugging Face folder (it has no config.json) nor a GGUF file")

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from jaxllm.data.tokenizer import BPE
 from jaxllm.weights.logits import full_logits
+from jaxllm.weights.mxfp4 import expand
 from jaxllm.weights.tokenizer_files import hf_files
 
 pytestmark = pytest.mark.parity
@@ -76,3 +77,13 @@ def test_transformers_reads_a_model_and_a_tokenizer_of_ours(tmp_path):
     text = "hello w\u00f6rld\n"
     reader = transformers.AutoTokenizer.from_pretrained(out)
     assert reader(text)["input_ids"] == tokenizer.prompt(text) and reader.decode(tokenizer.encode(text)) == text
+
+
+def test_experts_of_four_bits_are_what_transformers_reads():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (2, 6, 4, 16), np.uint8), rng.integers(90, 160, (2, 6, 4), np.uint8)
+    want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    for expert, expected in enumerate(want):
+        np.testing.assert_array_equal(expand(blocks[expert], scales[expert]).T, expected)

@@ -17,7 +17,7 @@ from jaxllm.errors import UserError
 
 Rules = Mapping[str, str | Sequence[str] | None]
 
-AXES = ("data", "fsdp", "expert", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 RULES: dict[str, str | tuple[str, ...] | None] = {
     # parameters
     "embed": "fsdp",
@@ -32,7 +32,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "layers": None,
     # activations
     "batch": ("data", "fsdp", "expert"),  # experts live on devices that otherwise split the batch
-    "length": None,
+    "length": "context",  # recurrences compose their states over it; for the rest XLA gathers what it needs
     "act_embed": None,
     "act_heads": "tensor",
     "act_mlp": "tensor",
@@ -182,11 +182,18 @@ def batch_sharding(mesh: Mesh, rules: Rules | None = None) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(("batch", "length"), mesh, {**RULES, **(rules or {})}, name="batch"))
 
 
-def check_batch(batch_size: int, mesh: Mesh, rules: Rules | None = None) -> None:
-    """The batch (of one micro-step) must divide over the mesh axes that split it."""
-    axes = _mesh_axes({**RULES, **(rules or {})}["batch"])
-    ways = math.prod(mesh.shape.get(m, 1) for m in axes)
-    if batch_size % ways:
-        raise UserError(
-            f"train.batch_size: {batch_size} rows do not divide by mesh axes {'*'.join(axes)} of size {ways}"
-        )
+def check_batch(batch_size: int, seq_len: int, mesh: Mesh, rules: Rules | None = None) -> None:
+    """A batch (of one micro-step) must divide, rows and tokens, over the mesh axes that split it; each process has whole rows."""
+    table = {**RULES, **(rules or {})}
+    for key, size, what, axis in (
+        ("batch_size", batch_size, "rows", "batch"),
+        ("seq_len", seq_len, "tokens of a row", "length"),
+    ):
+        axes = _mesh_axes(table[axis])
+        ways = math.prod(mesh.shape.get(m, 1) for m in axes)
+        if size % ways:
+            raise UserError(f"train.{key}: {size} {what} do not divide by mesh axes {'*'.join(axes)} of size {ways}")
+        if axis == "length" and any(mesh.local_mesh.shape.get(m, 1) != mesh.shape.get(m, 1) for m in axes):
+            raise UserError(
+                f"mesh.axes: {'*'.join(axes)} of size {ways}, which splits rows, goes beyond one process; make it smaller"
+            )

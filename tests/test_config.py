@@ -56,7 +56,7 @@ def test_sections_are_typed(smoke):
         ]
     )
     assert cfg.section("train").sample_prompts == ("a", "b")
-    assert cfg.section("mesh") == MeshSettings(axes={"data": 2, "fsdp": 2, "expert": 1, "tensor": 2})
+    assert cfg.section("mesh") == MeshSettings(axes={"data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2})
     stages = [StageSettings(steps=3, freeze=("embed",)), StageSettings(weights={"next_token": 2.0})]
     assert cfg.section("stages") == stages
     assert isinstance(cfg.section("stages")[1].weights["next_token"], float)

@@ -29,8 +29,8 @@ def model(heads=4, kv=2, d_ff=64, vocab=64, layers="2* g/d", **kwargs):
 
 def test_one_size_may_be_what_is_left():
     mesh = build_mesh({"data": -1, "tensor": 2})
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "expert": 1, "tensor": 2}
-    assert dict(build_mesh().shape) == {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
+    assert dict(build_mesh().shape) == {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,16 @@ def test_two_logical_axes_on_one_mesh_axis_are_refused():
 def test_batch_must_divide():
     mesh = build_mesh({"data": 2, "fsdp": 2})
     assert batch_sharding(mesh).spec == P(("data", "fsdp"), None)
-    check_batch(8, mesh)
+    check_batch(8, 5, mesh)
     with pytest.raises(UserError, match="train.batch_size: 6"):
-        check_batch(6, mesh)
+        check_batch(6, 8, mesh)
+    mesh = build_mesh({"data": 2, "context": 4})
+    assert batch_sharding(mesh).spec == P("data", "context")
+    check_batch(2, 12, mesh)
+    with pytest.raises(
+        UserError, match="train.seq_len: 6 tokens of a row do not divide by mesh axes context of size 4"
+    ):
+        check_batch(2, 6, mesh)
 
 
 def test_shard_does_nothing_without_a_mesh_and_constrains_under_one():

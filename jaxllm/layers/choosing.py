@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxllm.cache import IndexedCache, KVCache, LatentCache, read_recent, recent_slots, write, write_recent
@@ -14,7 +15,7 @@ from jaxllm.errors import UserError
 from jaxllm.layers.base import Aux, Context, Cost, Layer
 from jaxllm.layers.indexer import Indexer
 from jaxllm.ops.compress import pools_of, tokens_of, touched_windows, whole_windows
-from jaxllm.ops.index_loss import imitate_all, imitate_chosen
+from jaxllm.ops.index_loss import beside_all, imitate_all, imitate_chosen, recall_of
 from jaxllm.ops.mask import visible
 from jaxllm.ops.topk import Docs, reachable, select
 
@@ -29,6 +30,17 @@ class Scorer(NamedTuple):
     k: Array
 
 
+def sampled(count: int, t: int) -> np.ndarray:
+    """`count` places of t tokens at even distances, the last token among them; all if there are not more."""
+    n = min(count, t)
+    return np.arange(1, n + 1) * t // max(n, 1) - 1
+
+
+def mean_recall(recall: Array, free: Array) -> Array:
+    """Over the queries that have a choice."""
+    return jnp.sum(recall) / jnp.maximum(jnp.sum(free), 1)
+
+
 class Choosing(Layer, kw_only=True):
     """Base of mixers whose queries attend to `top_k` keys of an indexer's choice (DSA) instead of all.
 
@@ -38,6 +50,9 @@ class Choosing(Layer, kw_only=True):
     attend: "sparse", or "dense" = to all keys, while the indexer only learns (warm-up). In training each layer reports `loss/indexer`,
     the sum over tokens of `KL(attention || indexer)`; its gradient reaches the indexer alone. served: layers that share the indexer;
     each divides its loss by that, so that together they are as far from the indexer as their mean attention is.
+
+    recall_queries: queries of a row, evenly spread, whose attention to all keys is computed as well while attention is sparse, in
+    training, so that `metric/recall` keeps saying which share of it the choice finds; 0 = none. Dense attention always says it.
 
     index_heads, index_head_dim, index_interleaved: see `Indexer`. gather: how keys are met, null = the cheaper way: true, each query
     gathers its own; false, all keys under a mask.
@@ -55,6 +70,7 @@ class Choosing(Layer, kw_only=True):
     index_head_dim: int | None = None
     index_interleaved: bool = False
     index_pool: int = 1
+    recall_queries: int = 0
     gather: bool | None = None
 
     def check_choice(self, turned: int) -> None:
@@ -64,6 +80,8 @@ class Choosing(Layer, kw_only=True):
                 raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
         if self.served < 1:
             raise UserError(f"served: {self.served} must be at least 1, the layers that one indexer chooses for")
+        if self.recall_queries < 0:
+            raise UserError(f"recall_queries: {self.recall_queries} must be 0 (none) or more")
         if self.index_pool > 1 and self.index_interleaved:
             raise UserError("index_interleaved: true turns nothing where index_pool is more than 1; leave it at false")
         turned = turned if self.index_pool == 1 else 0
@@ -200,27 +218,48 @@ class Choosing(Layer, kw_only=True):
         sinks: Array | None = None,
     ) -> Aux:
         """From attention over all keys, `query [b t h k]` on `key [b g s k]`."""
-        seen, m, pools = visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments), self.index_pool, None
-        if m > 1:
-            windows, reach = whole_windows(ctx.positions, ctx.segments, m)
-            tokens = windows.last[..., None] + jnp.arange(1 - m, 1, dtype=jnp.int32)
-            pools = (tokens, reachable(reach, tokens.shape[1], (ctx.segments, windows.docs)))
+        seen, pools = self._sight(ctx, slice(None))
         loss, recall, free = imitate_all(
             scorer,
             (query, key),
             seen,
-            self.top_k // m,
+            self.top_k // self.index_pool,
             index_scale=self._index_scale,
             scale=scale,
             softcap=softcap,
             sinks=sinks,
             pools=pools,
         )
-        valid = ctx.segments > 0
-        return {
-            "loss/indexer": jnp.sum(jnp.where(valid, loss, 0.0)) / self.served,
-            "metric/recall": jnp.sum(recall) / jnp.maximum(jnp.sum(free & valid), 1),
-        }
+        loss = jnp.sum(jnp.where(ctx.segments > 0, loss, 0.0)) / self.served
+        return {"loss/indexer": loss, "metric/recall": mean_recall(recall, free)}
+
+    def _sight(self, ctx: Context, at: slice | np.ndarray) -> tuple[Array, tuple[Array, Array] | None]:
+        """Which tokens the queries `at` see, bool `[b n t]`, and with pools, their tokens and who sees which: see `imitate_all`."""
+        positions, segments, m = ctx.positions, ctx.segments, self.index_pool
+        seen = visible(positions[:, at], positions, segments[:, at], segments)
+        if m == 1:
+            return seen, None
+        windows, reach = whole_windows(positions, segments, m)
+        tokens = windows.last[..., None] + jnp.arange(1 - m, 1, dtype=jnp.int32)
+        return seen, (tokens, reachable(reach[:, at], tokens.shape[1], (segments[:, at], windows.docs)))
+
+    def _recall(
+        self,
+        scorer: Scorer,
+        at: np.ndarray,
+        query: Array,
+        key: Array,
+        ctx: Context,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+    ) -> Aux:
+        """Of the queries `at`, whose attention is `query [b n h k]` on all of `key [b g s k]`."""
+        seen, pools = self._sight(ctx, at)
+        q, w, k, query, key = jax.lax.stop_gradient((*scorer, query, key))
+        options = {"index_scale": self._index_scale, "scale": scale, "softcap": softcap, "sinks": sinks, "pools": pools}
+        arrays = beside_all((q[:, at], w[:, at], k), (query, key), seen, **options)
+        return {"metric/recall": mean_recall(*recall_of(*arrays, self.top_k // self.index_pool))}
 
     def _learn_chosen(self, scorer: Scorer, index: Array, mass: Array, ctx: Context) -> Aux:
         """From attention over the chosen keys, whose weights summed over heads are `mass [b t chosen]`."""

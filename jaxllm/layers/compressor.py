@@ -69,3 +69,29 @@ class Compressor(nn.Module, kw_only=True):
     def small(self) -> int:
         """Parameters that multiply no token: bias and norm."""
         return self.rate * self.width + self.dim
+
+
+class EntryIndexer(nn.Module, kw_only=True):
+    """The lightning indexer over compressed keys: `q_h = R (z W_q,h)`, `w = fp32(x W_w) num_heads^-0.5`, keys by its own compressor."""
+
+    num_heads: int
+    compressor: Compressor
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, x: Array, latent: Array, angles: tuple[Array, Array] | None, before: Array | None, windows: Windows
+    ) -> tuple[Array, Array, Array, Array]:
+        """`q [b t i k]`, `w [b t i]` fp32, keys `[b e k]`, and what the tokens bring to later windows."""
+        i, k, r, d = self.num_heads, self.compressor.dim, latent.shape[-1], x.shape[-1]
+        w_q = param(self, "q_proj", fan_in(r), (r, i, k), ("latent", None, "head")).astype(self.dtype)
+        w_w = param(self, "head_proj", fan_in(d), (d, i), ("embed", None)).astype(self.dtype)
+        q = jnp.einsum("btr,rik->btik", latent, w_q)
+        q = q if angles is None else turn_tail(q, angles)
+        keys, fresh = self.compressor.clone(parent=self, name="compress")(x, before, windows)
+        return q, jnp.einsum("btd,di->bti", x, w_w).astype(jnp.float32) * i**-0.5, keys, fresh
+
+    def weights(self, d: int, r: int) -> int:
+        """Multiply-adds of a token."""
+        return r * self.num_heads * self.compressor.dim + d * self.num_heads + self.compressor.weights(d)

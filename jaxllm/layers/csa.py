@@ -12,43 +12,18 @@ from jax import Array
 from jaxllm.cache import CompressedCache, read_recent, recent_slots, write, write_recent
 from jaxllm.errors import UserError
 from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Context, Cost, Layer, Normal, fan_in, param
-from jaxllm.layers.compressor import Compressor, turn_tail
+from jaxllm.layers.choosing import mean_recall, sampled
+from jaxllm.layers.compressor import Compressor, EntryIndexer, turn_tail
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RoPE
 from jaxllm.mesh import shard
 from jaxllm.ops.compress import Windows, touched_windows, whole_windows
-from jaxllm.ops.compressed_attention import Far, Near, attend_compressed
-from jaxllm.ops.index_loss import imitate_chosen
+from jaxllm.ops.compressed_attention import Far, Near, attend_compressed, mass_on_entries
+from jaxllm.ops.index_loss import imitate_chosen, recall_of
 from jaxllm.ops.linear import linear
-from jaxllm.ops.topk import DIRECT, Docs, select
+from jaxllm.ops.topk import DIRECT, Docs, index_scores, select
 
 Shared = Mapping[str, Array]
-
-
-class EntryIndexer(nn.Module, kw_only=True):
-    """The lightning indexer over compressed keys: `q_h = R (z W_q,h)`, `w = fp32(x W_w) num_heads^-0.5`, keys by its own compressor."""
-
-    num_heads: int
-    compressor: Compressor
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(
-        self, x: Array, latent: Array, angles: tuple[Array, Array] | None, before: Array | None, windows: Windows
-    ) -> tuple[Array, Array, Array, Array]:
-        """`q [b t i k]`, `w [b t i]` fp32, keys `[b e k]`, and what the tokens bring to later windows."""
-        i, k, r, d = self.num_heads, self.compressor.dim, latent.shape[-1], x.shape[-1]
-        w_q = param(self, "q_proj", fan_in(r), (r, i, k), ("latent", None, "head")).astype(self.dtype)
-        w_w = param(self, "head_proj", fan_in(d), (d, i), ("embed", None)).astype(self.dtype)
-        q = jnp.einsum("btr,rik->btik", latent, w_q)
-        q = q if angles is None else turn_tail(q, angles)
-        keys, fresh = self.compressor.clone(parent=self, name="compress")(x, before, windows)
-        return q, jnp.einsum("btd,di->bti", x, w_w).astype(jnp.float32) * i**-0.5, keys, fresh
-
-    def weights(self, d: int, r: int) -> int:
-        """Multiply-adds of a token."""
-        return r * self.num_heads * self.compressor.dim + d * self.num_heads + self.compressor.weights(d)
 
 
 class CompressedAttention(Layer, kw_only=True):
@@ -64,7 +39,8 @@ class CompressedAttention(Layer, kw_only=True):
     compress_rate m: tokens of an entry; null = the window alone. overlap: entries of 2 m tokens (CSA), or of their own m (HCA). top_k:
     entries of a query, of an indexer's choice (`index_heads`, `index_head_dim`); null = all that are complete, without an indexer.
     attend: "dense" = all entries, while the indexer only learns. In training a layer with an indexer reports `loss/indexer`: see
-    `jaxllm.ops.index_loss`; its target is attention's weight on the entries.
+    `jaxllm.ops.index_loss`; its target is attention's weight on the entries. recall_queries: queries of a row, evenly spread, for which
+    it also reports `metric/recall`, the share of that weight that the best top_k entries hold and the choice finds; 0 = none.
 
     Windows are counted from a document's first valid token, wherever it lies in a row, so packed rows need no alignment. Cache: `k / m`
     elements a token, `index_head_dim / m` for an indexer, and a constant for the window and for windows not yet complete.
@@ -82,6 +58,7 @@ class CompressedAttention(Layer, kw_only=True):
     attend: str = "sparse"
     index_heads: int = 16
     index_head_dim: int | None = None
+    recall_queries: int = 0
     out_groups: int = 2
     out_lora_rank: int = 64
     gather: bool | None = None
@@ -111,6 +88,8 @@ class CompressedAttention(Layer, kw_only=True):
             raise UserError(f"compress_rate: {self.compress_rate} must be at least 1, the tokens of an entry")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k: {self.top_k} must be at least 1; null = all entries")
+        if self.recall_queries < 0:
+            raise UserError(f"recall_queries: {self.recall_queries} must be 0 (none) or more")
         if self.attend not in ("sparse", "dense"):
             raise UserError(f"attend: {self.attend!r} is not one of sparse, dense")
         super().__post_init__()
@@ -194,6 +173,10 @@ class CompressedAttention(Layer, kw_only=True):
         if learn and scorer is not None and far is not None and mass is not None:
             loss = imitate_chosen(*scorer[:3], scorer[3], mass, scale=self._index_scale)
             aux["loss/indexer"] = jnp.sum(jnp.where(ctx.segments > 0, loss, 0.0))
+            if (at := sampled(self.recall_queries, x.shape[1])).size:
+                there, seen = mass_on_entries(q[:, at], at, near, far, sinks, window=self.window, scale=scale)
+                scores = index_scores(scorer[0][:, at], scorer[1][:, at], scorer[2], self._index_scale)
+                aux["metric/recall"] = mean_recall(*recall_of(scores, there, seen, self.top_k or 1))
         if "selected" in ctx.capture and scorer is not None:
             aux["capture/selected"] = scorer[3]
         return self._output(out, angles), cache, {} if shared is None else shared, aux

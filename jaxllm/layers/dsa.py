@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxllm.cache import IndexedCache, LatentCache
 from jaxllm.layers.base import Aux, Context, Cost
-from jaxllm.layers.choosing import Choosing, Scorer, Shared
+from jaxllm.layers.choosing import Choosing, Scorer, Shared, sampled
 from jaxllm.layers.mla import MLA, Cache, Inputs
 from jaxllm.ops.latent import absorb, expand, unabsorb
 from jaxllm.ops.sparse_attention import attend_gathered, attend_masked, gathered_is_cheaper
@@ -72,7 +72,13 @@ class DSA(Choosing, MLA, kw_only=True):
             out, mass = attend_masked(query, key, value, index, scale=self.score_scale, want_mass=learn, causal=True)
         if scorer is None or mass is None:
             return out, index, {}
-        return out, index, self._learn_chosen(scorer, index, mass, ctx)
+        aux = self._learn_chosen(scorer, index, mass, ctx)
+        if (at := sampled(self.recall_queries, t)).size:
+            absorbed = absorb(i.q_n[:, at], i.up_k).transpose(0, 2, 1, 3)
+            query = jnp.concatenate([absorbed, i.q_r[:, at]], axis=-1)
+            key = jnp.concatenate([i.c, i.k_r[:, :, 0]], axis=-1)
+            aux |= self._recall(scorer, at, query, key[:, None], ctx, self.score_scale)
+        return out, index, aux
 
     def _with_cache(
         self, i: Inputs, scorer: Scorer | None, ctx: Context, cache: Cache, shared: Shared | None

@@ -11,7 +11,7 @@ from jax import Array
 from jaxllm.cache import IndexedCache, KVCache, write
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Aux, Context, Cost
-from jaxllm.layers.choosing import Choosing, Scorer, Shared
+from jaxllm.layers.choosing import Choosing, Scorer, Shared, sampled
 from jaxllm.layers.gqa import GQA, Cache, Inputs
 from jaxllm.ops.attention import per_group
 from jaxllm.ops.sparse_attention import attend_gathered, attend_masked, gathered_is_cheaper
@@ -75,7 +75,11 @@ class SparseGQA(Choosing, GQA, kw_only=True):
             out, mass = attend_masked(i.query, key, value, index, want_mass=learn, causal=True, **scores)
         if scorer is None or mass is None:
             return out, index, {}
-        return out, index, self._learn_chosen(scorer, index, mass, ctx)
+        aux = self._learn_chosen(scorer, index, mass, ctx)
+        if (at := sampled(self.recall_queries, t)).size:
+            scores = self._scores(per_group(i.sinks, self.kv_heads))
+            aux |= self._recall(scorer, at, i.query[:, at], key, ctx, **scores)
+        return out, index, aux
 
     def _with_cache(
         self, i: Inputs, scorer: Scorer | None, ctx: Context, cache: Cache, shared: Shared | None

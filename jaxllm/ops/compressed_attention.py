@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxllm.ops.attention import LOWEST
@@ -122,6 +123,24 @@ def attend_compressed(
         return jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])[:, :t]
 
     return joined(out), None if mass is None else joined(mass)
+
+
+def mass_on_entries(
+    q: Array, at: np.ndarray, near: Near, far: Far, sinks: Array, *, window: int, scale: float
+) -> tuple[Array, Array]:
+    """Of the few queries `q [b n h k]` at the places `at` of a call: weights on every entry they see, summed over heads, fp32 `[b n e]`,
+    and which those are, bool."""
+    own = at[:, None] + np.arange(window)  # `near` begins W - 1 tokens before the call
+    last = at + window - 1
+    docs, positions = near.docs[:, own], near.positions[:, own]
+    seen = (docs == near.docs[:, last, None]) & (docs > 0)
+    seen &= Mask(window=window).sees(near.positions[:, last, None], positions)
+    scores = jnp.where(seen[:, :, None], _scores(q, near.keys[:, own], scale), 10 * LOWEST)
+    reached = None if far.docs is None else (far.docs[0][:, at], far.docs[1])
+    there = reachable(far.reach[:, at], far.entries.shape[1], reached)
+    more = jnp.where(there[:, :, None], _scores(q, far.entries, scale), 10 * LOWEST)
+    weights, total = normalised(jnp.concatenate([scores, more], axis=-1), sinks[:, None])
+    return jnp.sum(weights[..., window:] / total, axis=2), there
 
 
 def _scores(q: Array, keys: Array, scale: float) -> Array:

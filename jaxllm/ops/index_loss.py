@@ -63,39 +63,69 @@ def imitate_all(
 
     `index`: the indexer's `q, w, k`. `attention`: `q [b t h k]` and `k [b g s k]` of the attention that is imitated. `sinks [g r 1 1]`.
     `pools`: of index keys that are pools, the tokens `[b e m]` in the order of their ends, and who sees which, bool `[b t e]`; top_k
-    then counts pools.
-
-    Recall: attention's mass on the keys that the indexer would choose, of the mass on the best `top_k`. Queries that see no more than
-    `top_k` keys have no choice.
+    then counts pools. Recall: see `recall_of`.
     """
     (q_i, w, k_i), (q, k) = index, lax.stop_gradient(attention)
-    b, t, h, _ = q.shape
-    g, n = k.shape[1], causal_blocks(t)
+    t = q.shape[1]
+    n = causal_blocks(t)
+    options = {"index_scale": index_scale, "scale": scale, "softcap": softcap, "sinks": sinks}
 
+    @jax.checkpoint
     def block(
-        q_i: Array, w: Array, k_i: Array, q: Array, k: Array, seen: Array, pools: tuple[Array, Array] | None
+        index: tuple[Array, Array, Array],
+        attention: tuple[Array, Array],
+        seen: Array,
+        pools: tuple[Array, Array] | None,
     ) -> tuple[Array, Array, Array]:
-        grouped = q.reshape(b, q.shape[1], g, h // g, -1).transpose(0, 2, 3, 1, 4)
-        weights, total = normalised(scores_under(grouped, k, seen, scale, softcap)[0], sinks)
-        mass = lax.stop_gradient(jnp.sum(weights / total, axis=(1, 2)))
-        if pools is not None:
-            tokens, seen = pools
-            own = jax.vmap(lambda m, at: m.at[:, at].get(mode="clip"))(mass, tokens.reshape(b, -1))
-            mass = jnp.sum(own.reshape(*own.shape[:2], *tokens.shape[1:]), axis=-1)
-        scores = index_scores(q_i, w, k_i, index_scale)
-        found, best = (_mass_at(mass, top_k_naive(x, seen, top_k)) for x in (lax.stop_gradient(scores), mass))
-        free = jnp.sum(seen, axis=-1) > top_k
-        return divergence(scores, mass, seen), jnp.where(free, found / jnp.where(free, best, 1.0), 0.0), free
+        scores, mass, seen = beside_all(index, attention, seen, pools=pools, **options)
+        return divergence(scores, mass, seen), *recall_of(scores, mass, seen, top_k)
 
     parts = []
     for j in range(n):
         at, end = slice(j * t // n, (j + 1) * t // n), (j + 1) * t // n
         count = end if pools is None else max(end // pools[0].shape[2], 1)
         part = None if pools is None else (pools[0][:, :count], pools[1][:, at, :count])
-        arrays = q_i[:, at], w[:, at], k_i[:, :count], q[:, at], k[:, :, :end], seen[:, at, :end]
-        parts.append(jax.checkpoint(block)(*arrays, part))
+        mine = (q_i[:, at], w[:, at], k_i[:, :count]), (q[:, at], k[:, :, :end])
+        parts.append(block(*mine, seen[:, at, :end], part))
     loss, recall, free = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
     return loss, recall, free
+
+
+def beside_all(
+    index: tuple[Array, Array, Array],
+    attention: tuple[Array, Array],
+    seen: Array,
+    *,
+    index_scale: float,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    pools: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array, Array]:
+    """The indexer's scores of some queries on all index keys, attention's mass there (a constant), and who sees which, all `[b t e]`.
+
+    Arguments as of `imitate_all`, where t may be a few of the queries.
+    """
+    q, k = attention
+    b, t, h, _ = q.shape
+    g = k.shape[1]
+    grouped = q.reshape(b, t, g, h // g, -1).transpose(0, 2, 3, 1, 4)
+    weights, total = normalised(scores_under(grouped, k, seen, scale, softcap)[0], sinks)
+    mass = lax.stop_gradient(jnp.sum(weights / total, axis=(1, 2)))
+    if pools is not None:
+        tokens, seen = pools
+        own = jax.vmap(lambda m, at: m.at[:, at].get(mode="clip"))(mass, tokens.reshape(b, -1))
+        mass = jnp.sum(own.reshape(*own.shape[:2], *tokens.shape[1:]), axis=-1)
+    return index_scores(*index, index_scale), mass, seen
+
+
+def recall_of(scores: Array, mass: Array, seen: Array, top_k: int) -> tuple[Array, Array]:
+    """Attention's mass on the keys that the indexer would choose, of the mass on the best `top_k`, `[b t]`, from arrays `[b t s]`; and
+    where that means anything: queries that see no more than `top_k` keys have no choice. Not differentiable."""
+    scores, mass = lax.stop_gradient((scores, mass))
+    found, best = (_mass_at(mass, top_k_naive(x, seen, top_k)) for x in (scores, mass))
+    free = jnp.sum(seen, axis=-1) > top_k
+    return jnp.where(free, found / jnp.where(best > 0, best, 1.0), 0.0), free
 
 
 def _mass_at(mass: Array, places: Array) -> Array:

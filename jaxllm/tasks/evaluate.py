@@ -38,7 +38,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     settings: TrainSettings = source.config.section("train")
     place = cfg.section("mesh")
     mesh = build_mesh(place.axes, axis_type=place.axis_type)
-    check_batch(settings.batch_size, mesh, place.rules)
+    check_batch(settings.batch_size, settings.seq_len, mesh, place.rules)
 
     text, foreign = _text(cfg, source.config)
     changes: dict[str, Any] = {"tokenizer": Fixed(tokenizer)}

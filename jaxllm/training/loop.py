@@ -31,6 +31,7 @@ from jaxllm.params import declare
 from jaxllm.training.evaluation import Evaluator
 from jaxllm.training.feed import place
 from jaxllm.training.guard import Guard
+from jaxllm.training.record import many, numbers
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.speed import Clock, mfu, progress_line, step_flops
 from jaxllm.training.stages import Stage, stage_at
@@ -117,7 +118,7 @@ class Loop:
         self.shards = 1 if mesh is None else batch_shards(mesh, rules)
         for stage in stages:
             if mesh is not None:
-                check_batch(stage.batch_size // stage.accumulate, mesh, rules)
+                check_batch(stage.batch_size // stage.accumulate, stage.seq_len, mesh, rules)
         self.declared = declare(stages[0].model) if declared is None else declared
         self.clock = Clock()
         self.guard = Guard(settings.nonfinite, settings.max_skipped, outside.run_dir)
@@ -334,14 +335,11 @@ class Loop:
 
     def _report(self, stage: Stage, done: int, metrics: Mapping[str, jax.Array], tokens: int, seconds: float) -> None:
         """One call of the tracker, one record of the step."""
-        record: dict[str, Any] = {}
-        for name, value in jax.device_get(metrics).items():
-            if name in ("tokens", "finite"):
-                continue
-            if np.ndim(value) == 0:
-                record[f"train/{name}"] = value.item()
-            else:  # one value a layer
-                record.update({f"train/{name}/{i}": float(x) for i, x in enumerate(np.ravel(value)[:128])})
+        values = jax.device_get(metrics)
+        kept = {f"train/{name}": value for name, value in values.items() if name not in ("tokens", "finite")}
+        record: dict[str, Any] = numbers(kept)
+        for name, value in many(kept).items():
+            self.outside.tracker.histogram(done, name, value)
         record |= {
             "train/tokens": self.tokens,
             "train/tokens_per_s": tokens / seconds if seconds else math.nan,

@@ -191,6 +191,34 @@ def test_the_indexers_loss_moves_nothing_but_the_indexer():
     assert all(np.all(np.asarray(g) == 0) for g in jax.tree.leaves((of_params, of_x)))
 
 
+def test_recall_is_the_weight_on_the_chosen_entries_of_that_on_the_best(monkeypatch):
+    """By hand from attention's weights on all entries, as the dense layer takes them, and the choice; packed rows and padding."""
+    layer, params, x = made("csa", recall_queries=99)
+    segments = jnp.array([[1] * 13 + [2] * 8 + [0] * 2])
+    ctx = whole(segments=segments, train=True, capture=("selected",))
+    kept = {}
+
+    def spy(*args, **kwargs):
+        out, mass = attend_compressed(*args, **kwargs)
+        kept.setdefault("mass", mass)  # of the dense layer, which comes first
+        return out, mass
+
+    def aux(layer):
+        return layer.apply({"params": params}, x, ctx)[3]
+
+    monkeypatch.setattr("jaxllm.layers.csa.attend_compressed", spy)
+    dense, sparse, mass = jax.jit(lambda: (aux(layer.clone(attend="dense")), aux(layer), kept["mass"][0]))()
+    mass, chosen = np.asarray(mass, np.float64), np.asarray(sparse["capture/selected"][0])
+    seen = np.asarray(dense["capture/selected"][0]) < mass.shape[1]
+    ratios = [
+        mass[t, chosen[t]].sum() / np.sort(mass[t][seen[t]])[-3:].sum() for t in range(T) if seen[t].sum() > layer.top_k
+    ]
+    assert 1 <= len(ratios) < T and min(ratios) < 0.95
+    for each in (dense, sparse):
+        np.testing.assert_allclose(each["metric/recall"], np.mean(ratios), rtol=1e-5)
+    assert "metric/recall" not in jax.eval_shape(lambda: aux(layer.clone(recall_queries=0)))
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -203,6 +231,7 @@ def test_the_indexers_loss_moves_nothing_but_the_indexer():
         ({"window": 0}, "window: 0"),
         ({"rope": RoPE()}, "interleaved true"),
         ({"attend": "no"}, "attend: 'no'"),
+        ({"recall_queries": -1}, "recall_queries: -1"),
     ],
 )
 def test_wrong_settings_are_refused(fields, words):

@@ -243,7 +243,7 @@ def test_devices_that_split_the_length_agree_with_one():
     want = run(params)
     mesh = build_mesh({"data": 2, "context": 4})
     params = jax.device_put(params, param_shardings(declare(model), mesh))
-    with use_mesh(mesh, {"length": "context"}):
+    with use_mesh(mesh):
         got = jax.jit(lambda p: model.apply({"params": p}, ctx)[1].logits)(params)
     np.testing.assert_allclose(got[0], want[0], atol=2e-5)
     np.testing.assert_allclose(got[1, :30], want[1, :30], atol=2e-5)

@@ -213,6 +213,25 @@ def test_padding_and_short_documents_count_nothing():
     np.testing.assert_allclose(whole, alone, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [DSA, SparseGQA])
+def test_recall_goes_on_while_attention_is_sparse(kind):
+    """Of all queries it is what dense attention reports; of two, the mean of theirs."""
+    sizes = SIZES if kind is DSA else GQA_SIZES
+    layer = kind(d_model=D, **sizes, **INDEX)
+    params, x = parameters(layer)
+    segments = jnp.array([[1] * 6 + [2] * 7, [1] * 10 + [0] * 3])
+    layers = [layer.clone(attend="dense")]
+    layers += [layer.clone(gather=gather, recall_queries=n) for gather, n in ((True, 99), (False, 2))]
+
+    @jax.jit
+    def aux(p, x):
+        return [each.apply({"params": p}, x, ctx(segments, train=True))[3]["metric/recall"] for each in layers]
+
+    dense, every, two = (float(value) for value in aux(params, x))
+    assert 0.2 < dense < 0.99 and every == pytest.approx(dense, rel=1e-5)
+    assert 0.1 < two <= 1 and abs(two - dense) > 1e-3
+
+
 def model(layers="own/dense | 2* use/dense", **fields):
     mixers = {"own": functools.partial(DSA, **SIZES, **INDEX, **fields)}
     mixers["use"] = functools.partial(DSA, **SIZES, **INDEX | {"top_k": fields.get("top_k", TOP)}, indexer="shared")
@@ -252,6 +271,7 @@ def test_what_is_selected_can_be_captured_by_layer():
         ({"indexer": "half"}, "indexer: 'half' is not one of full, shared"),
         ({"attend": "some"}, "attend: 'some' is not one of sparse, dense"),
         ({"served": 0}, "served: 0"),
+        ({"recall_queries": -1}, "recall_queries: -1 must be 0"),
     ],
 )
 def test_wrong_settings_are_refused(fields, words):

@@ -253,7 +253,7 @@ def test_eight_devices_compose_the_states_of_their_pieces():
 
     run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (_, _), one = jax.jit(run)(parts, state)
-    with use_mesh(build_mesh({"context": 8}), {"length": "context"}):
+    with use_mesh(build_mesh({"context": 8})):
         (_, (out, end)), many = jax.jit(run)(parts, state)
     np.testing.assert_allclose(out, want, atol=2e-6)
     np.testing.assert_allclose(end, states[-1], atol=2e-6)

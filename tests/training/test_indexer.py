@@ -34,7 +34,7 @@ def sharp():
 
 STAGES = (
     StageSettings(name="warm_up", steps=WARM, train_only=("*/mixer/index/*",), model={"mixers.own.attend": "dense"}),
-    StageSettings(name="sparse"),
+    StageSettings(name="sparse", model={"mixers.own.recall_queries": 6}),
 )
 
 
@@ -78,7 +78,10 @@ def test_the_warm_up_raises_recall_from_chance_to_nearly_all_and_only_the_next_s
     assert changed(start, middle) == index and len(index) == 5
     end, metrics = train(sparse, middle)
     assert changed(middle, end) == set(leaves_by_path(start.params))
-    assert "metric/g0/b0/mixer/recall" not in metrics and np.isfinite(metrics["loss"]).all()
+    after = np.asarray(metrics["metric/g0/b0/mixer/recall"])[
+        :, 0
+    ]  # of six queries a row: before the trunk has moved, and behind it
+    assert after[0] > 0.9 and after[1] > recall[0] and np.isfinite(metrics["loss"]).all()
 
 
 def test_the_experiment_warms_up_the_indexer_alone_beside_dense_attention():

@@ -1,5 +1,6 @@
 """Training on a mesh: the same losses as on one device, shards where they belong, the collectives that theory says."""
 
+import functools
 import re
 from collections import Counter
 
@@ -9,6 +10,8 @@ import pytest
 
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
+from jaxllm.layers.gqa import GQA
+from jaxllm.layers.kda import KDA
 from jaxllm.mesh import build_mesh, param_shardings, use_mesh
 from jaxllm.params import declare, is_declared
 from jaxllm.training.feed import place
@@ -32,9 +35,9 @@ def collectives(text):
     return Counter(found)
 
 
-def trained(tiny, axes, steps, accumulate=1):
+def trained(tiny, axes, steps, accumulate=1, model=None):
     """Losses of some steps on a mesh, and the final state."""
-    model, optimiser = model_of(tiny), tiny.optimiser()
+    model, optimiser = model or model_of(tiny), tiny.optimiser()
     mesh = build_mesh(axes)
     state = new_state(model, optimiser, 0, mesh=mesh)
     shards = batch_shards(mesh, None)
@@ -71,6 +74,17 @@ def test_data_parallel_micro_batches_give_the_same_losses_and_reduce_gradients(t
     np.testing.assert_allclose(losses, alone[:3], rtol=0, atol=1e-5)
     found = collectives(compiled.as_text())
     assert found["all-reduce"] >= 1 and "all-gather" not in found, found
+
+
+def test_devices_that_split_rows_train_a_hybrid_as_one_does(tiny, devices):
+    """Three tokens a device: a recurrence composes its states, attention gathers its keys; documents and padding lie across."""
+    mixers = {
+        "linear": functools.partial(KDA, num_heads=4, chunk_size=4),
+        "global": functools.partial(GQA, num_heads=4),
+    }
+    model = model_of(tiny).clone(layers="linear/dense | global/dense", mixers=mixers)
+    one, split = (trained(tiny, axes, 2, model=model)[0] for axes in ({}, {"data": 2, "context": 4}))
+    np.testing.assert_allclose(split, one, rtol=0, atol=1e-5)
 
 
 def test_a_state_is_described_as_it_is_made(tiny, devices):

@@ -90,6 +90,7 @@ SECTIONS = {
     "train": "jaxllm.training.settings.TrainSettings",
     "count": "jaxllm.tasks.count.CountSettings",
     "read": "jaxllm.inference.settings.ReadSettings",
+    "time": "jaxllm.measure.settings.TimeSettings",
     "server": "jaxllm.inference.settings.ServeSettings",
     "bench": "jaxllm.inference.settings.BenchSettings",
     "mesh": "jaxllm.config.MeshSettings",

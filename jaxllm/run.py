@@ -42,7 +42,7 @@ FLAGS_WITH_VALUE = "-cd --config-dir -cn --config-name -cp --config-path -c --cf
 FLAGS = "-h --help --hydra-help --resolve -r --run -m --multirun -i --info -sc --shell-completion".split()
 # Values that are free text: kept whole, whatever commas, quotes or brackets they hold. Paths only outside sweeps.
 TEXT_KEYS = ("prompt", "system")
-PATH_KEYS = ("source", "run_dir", "prompts", "name", "data.path", "out", "tokens", "reference")
+PATH_KEYS = ("source", "run_dir", "prompts", "name", "data.path", "out", "tokens", "reference", "runs")
 INTERRUPTED = 130
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import draw
 import numpy as np
-import page
 import routing
+
+from jaxllm.report import page
 
 PROMPT = 'def mean(values):\n    """Return the mean of some numbers."""\n    return sum(values) / len(values)\n'
 DOMAINS = ("code", "prose")

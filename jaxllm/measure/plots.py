@@ -119,9 +119,12 @@ def smoothed(steps: np.ndarray, values: np.ndarray, most: int = 1000) -> tuple[n
     if len(values) < 8:
         return steps, values
     k = -(-len(values) // most)
-    blocks = range(0, len(values), k)
-    steps = np.array([np.median(steps[i : i + k]) for i in blocks])
-    values = np.array([np.median(values[i : i + k]) for i in blocks])
+    whole = len(values) // k * k
+
+    def medians(a: np.ndarray) -> np.ndarray:
+        return np.append(np.median(a[:whole].reshape(-1, k), axis=1), [np.median(a[whole:])] if whole < len(a) else [])
+
+    steps, values = medians(steps), medians(values)
     windows = np.lib.stride_tricks.sliding_window_view(np.pad(values, 2, mode="edge"), 5)
     values = np.median(windows, axis=1)
     sigma = max(1.0, len(values) / 60)

@@ -27,11 +27,13 @@ TASKS = {
     "logits": "jaxllm.tasks.logits",
     "check": "jaxllm.tasks.check",
     "read": "jaxllm.tasks.read",
+    "time": "jaxllm.tasks.timing",
     "serve": "jaxllm.tasks.serve",
     "bench_serve": "jaxllm.tasks.bench_serve",
+    "report": "jaxllm.tasks.report",
 }
 # Tasks that always make a run folder; the others do when `run_dir` is given, and in a sweep.
-WRITES = frozenset({"train"})
+WRITES = frozenset({"train", "time"})
 LEVELS = {"debug": 0, "info": 1, "warning": 2, "error": 3}
 PROGRESS_SECONDS = 10.0  # between two progress lines where the line cannot be rewritten
 

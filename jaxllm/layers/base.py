@@ -248,6 +248,13 @@ class Layer(nn.Module, kw_only=True):
         """Parameters for decoding (fused, absorbed or quantised), from one unstacked layer's parameters. Pure."""
         return dict(params)
 
+    @nn.nowrap
+    def params_read(self, tokens: int) -> float:
+        """Parameters that a call on so many tokens reads, on average; all but where tokens choose among them."""
+        del tokens
+        layer: Any = self
+        return float(layer.cost(1, 1, 1, self.dtype).params)
+
     @property
     def takes(self) -> tuple[str, ...]:
         """Names of `shared` that a layer before this one must have given."""

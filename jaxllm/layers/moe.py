@@ -220,6 +220,14 @@ class MoE(Layer, kw_only=True):
         return params
 
     @nn.nowrap
+    def params_read(self, tokens: int) -> float:
+        """Every expert that some token chooses: `1 - (1 - k / E)^n` of them under an even draw of k for each of n tokens."""
+        cost = self.cost(1, 1, 1, self.dtype)
+        missed = (1 - self.top_k / self.num_experts) ** tokens
+        routed = (cost.params - cost.params_active) / (1 - self.top_k / self.num_experts) if missed else 0.0
+        return cost.params - routed * missed
+
+    @nn.nowrap
     def cost(self, batch: int, t: int, s: float, dtype: Any) -> Cost:
         """FLOPs and active parameters by the k experts a token uses, parameters held by all E. `2 b t (d e + 3 k w f)` and the shared
         expert's, w being d, or z with `4 b t d z` for the latents. Kept for the backward: rows, gate and up of k experts a token."""

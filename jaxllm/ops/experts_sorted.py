@@ -53,8 +53,8 @@ def capacity_of(tokens: int, choices: int, experts: int) -> int:
 
 
 def block_of(tokens: int, capacity: int) -> int:
-    """Rows of a turn of the loop: about an eighth of what an expert gets, so that a turn is neither empty nor a copy for few."""
-    return 0 if capacity >= tokens else min(capacity, max(8, capacity // 8 // 8 * 8))
+    """Rows of a turn of the loop: about a quarter of what an expert gets, so that a turn is neither empty nor a copy for few."""
+    return 0 if capacity >= tokens else min(capacity, max(8, capacity // 4 // 8 * 8))
 
 
 def make_plan(experts: Array, number: int, capacity: int, block: int = 0, *, by_choice: bool = False) -> Plan:

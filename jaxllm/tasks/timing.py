@@ -31,20 +31,9 @@ from jaxllm.tasks.timing_hardware import hardware
 from jaxllm.tasks.timing_subjects import Subject, one_layer, whole_model
 
 ROWS = "time.jsonl"
-COLUMNS = (
-    "what",
-    "layer",
-    "context",
-    "batch",
-    "dtype",
-    "compile_s",
-    "first_ms",
-    "median_ms",
-    "spread_ms",
-    "predicted_ms",
-    "limit",
+COLUMNS = tuple(
+    "what layer context batch dtype compile_s first_ms median_ms spread_ms predicted_ms limit gflops_s gb_s mfu mbu peak_mb".split()
 )
-COLUMNS += ("gflops_s", "gb_s", "mfu", "mbu", "peak_mb")
 
 
 def run(cfg: Config, io: TaskIO) -> dict[str, Any]:

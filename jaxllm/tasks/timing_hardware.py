@@ -79,10 +79,17 @@ def _branches(settings: TimeSettings, chip: Chip, device: Any) -> list[dict[str,
     timings = time_calls(calls, settings.repeats)
     rows = []
     for name, timing in timings.items():
-        way, share = name.split()
+        way, needed = name.split()
         program, compile_s = made[way]
-        flops = 2.0 * len(x) * BRANCH * BRANCH * (1 if way == "select" else int(share))
-        row = {"what": "branch", "layer": way, "share": int(share), "batch": len(x), "size": BRANCH, "dtype": "float32"}
+        flops = 2.0 * len(x) * BRANCH * BRANCH * (1 if way == "select" else int(needed))
+        row = {
+            "what": "branch",
+            "layer": way,
+            "share": int(needed),
+            "batch": len(x),
+            "size": BRANCH,
+            "dtype": "float32",
+        }
         row |= _numbers(timing, chip, flops, float(4 * (w.size + 2 * x.size)), "float32", compile_s, program)
         rows.append(row | {"device": device.device_kind})
     return rows

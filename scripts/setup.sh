@@ -76,7 +76,8 @@ fi
 rm -f "$STAMP"
 say "installing into $VENV (seconds with uv, some minutes with pip)"
 if [ -n "$uv" ]; then
-    "$uv" pip install --quiet --python "$VENV/bin/python" --constraint constraints.txt --editable ".[$EXTRAS]"
+    # Bytecode now, as pip does: else every process compiles JAX's sources anew where Python is told to write none.
+    "$uv" pip install --quiet --compile-bytecode --python "$VENV/bin/python" --constraint constraints.txt --editable ".[$EXTRAS]"
 else
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$EXTRAS]"
 fi

@@ -20,7 +20,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "compil
 # Tests compile a thousand tiny programs and run each for a moment: LLVM's optimiser only costs. What tests read of a compiled
 # program (its HLO, its buffers) is settled before that. A device count in the user's XLA_FLAGS would clash with ours.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-for name in ("WANDB_API_KEY", "HYDRA_FULL_ERROR"):
+# Two dozen processes are started: without bytecode each would compile every module of the project that it imports.
+for name in ("WANDB_API_KEY", "HYDRA_FULL_ERROR", "PYTHONDONTWRITEBYTECODE"):
     os.environ.pop(name, None)
 
 import hypothesis  # noqa: E402

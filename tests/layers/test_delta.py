@@ -118,12 +118,13 @@ T = 37  # longer than the few tokens that a call with a cache does as one piece
 
 @functools.cache
 def hybrid():
-    """Three KDA layers of chunks of 4 to one of attention with rotation, as compiled calls."""
+    """Two KDA layers and a Gated DeltaNet one, of chunks of 4, to one of attention with rotation, as compiled calls."""
     mixers = {
         "linear": functools.partial(KDA, num_heads=2, chunk_size=4, kernel="chunk"),
+        "head": functools.partial(GatedDeltaNet, num_v_heads=2, num_k_heads=1, chunk_size=4, kernel="chunk"),
         "global": functools.partial(GQA, num_heads=2),
     }
-    model = contract.model_of(mixers, "linear/dense*3 global/dense", scan=False)
+    model = contract.model_of(mixers, "linear/dense*2 head/dense global/dense", scan=False)
     params = contract.randomised(model)
     whole = jax.jit(lambda ctx: model.apply({"params": params}, ctx)[1].logits)
     step = jax.jit(lambda ctx, cache: (lambda r: (r[0], r[1].logits))(model.apply({"params": params}, ctx, cache)))
@@ -158,7 +159,7 @@ def test_pieces_of_a_prompt_of_any_length_are_the_whole():
             padded = np.zeros((1, T), int)
             padded[:, : b - a] = row[:, a:b]
             cache, logits = step(Context.step(padded, np.array([a]), np.array([b - a])), cache)
-            np.testing.assert_allclose(logits[:, : b - a], full[:, a:b], atol=2e-5)
+            np.testing.assert_allclose(logits[:, : b - a], full[:, a:b], atol=4e-5)  # logits up to 4: 1e-5 of them
 
 
 def recurrent_parts(cache):
@@ -197,10 +198,10 @@ def test_rejected_drafts_leave_what_a_run_over_the_committed_tokens_leaves(width
         fresh, want = step(
             Context.step(np.pad(truth[None, : start + 1], ((0, 0), (0, T - start - 1))), [0], [start + 1]), fresh
         )
-        for a, b in zip(recurrent_parts(cache), recurrent_parts(fresh), strict=True):
-            np.testing.assert_allclose(
-                a, b, rtol=1e-5, atol=3e-6
-            )  # of the same numbers in another order, three layers deep
+        # The first layer's inputs are the same numbers: 1e-6 of the largest entry. Deeper ones have been rounded in other orders before;
+        # two runs without any draft, in one call and token by token, are 2e-6 apart there.
+        for i, (a, b) in enumerate(zip(recurrent_parts(cache), recurrent_parts(fresh), strict=True)):
+            np.testing.assert_allclose(a, b, rtol=0, atol=(1e-6 if i < 2 else 4e-6) * max(1.0, np.abs(b).max()))
         np.testing.assert_allclose(logits[0, 0], want[0, start], atol=2e-5)
         length, accepted = start + 1, right
 

@@ -200,17 +200,20 @@ def test_the_loss_of_all_served_layers_reaches_the_indexer_and_nothing_else():
 
 
 def test_padding_and_short_documents_count_nothing():
-    """The loss is a sum over valid tokens: of a packed row, that of its documents alone."""
+    """The loss is a sum over valid tokens: of a packed row, that of its documents alone. Layers that share it take their parts."""
     full, _ = pair(attend="sparse")
     params, x = parameters(full)
     segments = jnp.array([[1] * 6 + [2] * 7, [1] * 9 + [0] * 4])
-    loss = jax.jit(lambda p, x, c: full.apply({"params": p}, x, c)[3]["loss/indexer"])
-    whole, alone = loss(params, x, ctx(segments, train=True)), 0.0
+
+    def loss(layer):
+        return jax.jit(lambda p, x, c: layer.apply({"params": p}, x, c)[3]["loss/indexer"])
+
+    whole, loss, alone = loss(full.clone(served=3))(params, x, ctx(segments, train=True)), loss(full), 0.0
     for row, a, b in ((0, 0, 6), (0, 6, 13), (1, 0, 9)):
         moved = jnp.zeros_like(x).at[0, : b - a].set(x[row, a:b])
         mask = jnp.zeros((B, T), jnp.int32).at[0, : b - a].set(1)
         alone += loss(params, moved, ctx(mask, train=True))
-    np.testing.assert_allclose(whole, alone, rtol=1e-5)
+    np.testing.assert_allclose(3 * whole, alone, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [DSA, SparseGQA])

@@ -57,6 +57,9 @@ def describe(model: LanguageModel) -> dict[str, Any]:
             facts |= _fields(f"layer {number}, mixer", model.mixer(mixer))
             facts |= _fields(f"layer {number}, ffn", model.ffn(ffn))
             number += 1
+    if (heads := model.mtp_heads()) is not None:
+        facts |= {"mtp": type(heads).__name__, "mtp.depth": heads.depth, "mtp.hidden": heads.hidden}
+        facts |= _fields("mtp, mixer", model.mixer(heads.mixer)) | _fields("mtp, ffn", model.ffn(heads.ffn))
     return {**facts, "layers": number}
 
 

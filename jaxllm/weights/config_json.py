@@ -1,6 +1,6 @@
 """Reading config.json strictly: every key is read, known to be harmless, known to have one harmless value, or named in a warning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from jaxllm.errors import UserError
@@ -33,10 +33,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ConfigJson:
-    """A config.json that notes which of its keys were asked for. Errors name the file and the key."""
+    """A config.json that notes which of its keys were asked for. Errors name the file and the key.
 
-    def __init__(self, config: dict[str, Any], where: str) -> None:
-        self.config, self.where = config, where
+    there: names of the tensors beside it, for what it announces and a file may lack; None: all that it announces.
+    """
+
+    def __init__(self, config: dict[str, Any], where: str, there: Container[str] | None = None) -> None:
+        self.config, self.where, self.there = config, where, there
         self._read: set[str] = set()
         self._notes: list[str] = []
 
@@ -84,6 +87,10 @@ class ConfigJson:
         value = self.get(key, allowed[0])
         if value not in allowed:
             raise self.error(f"{key}={value!r} is not available{why}; only {' or '.join(map(repr, allowed))} is")
+
+    def has(self, *tensors: str) -> bool:
+        """Whether the file holds a tensor of any of these names."""
+        return self.there is None or any(name in self.there for name in tensors)
 
     def note(self, text: str) -> None:
         """Something to say to whoever reads the checkpoint: what is left aside, though it does not change the model."""

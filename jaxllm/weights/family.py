@@ -56,6 +56,7 @@ class Family:
     prefix: of the names of the backbone's tensors; files of the backbone alone come without it. ignore: regular expressions of
     tensors that hold nothing a model learns (tables of angles or masks that old versions saved). aside: such expressions by
     config.json, of tensors that the model itself does not run (draft layers). by_size: rules whose form depends on the model's sizes.
+    draft: of what a draft layer (`jaxllm.layers.mtp`) has beside its block, whose rules are those of any layer.
     """
 
     model_types: tuple[str, ...]
@@ -67,6 +68,7 @@ class Family:
     ignore: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     aside: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
     by_size: Callable[[LanguageModel], tuple[Rule, ...]] = lambda model: ()
+    draft: tuple[Rule, ...] = ()
 
 
 class NoPlace(Exception):
@@ -106,15 +108,26 @@ def plan(
     Raises NoPlace for a parameter that the family has no tensor for.
     """
     boxes = leaves(declared)
-    free = [path for path in boxes if not _in_group(path)]
-    places = _match(family, model, "", free, boxes, (0,), there, stacked=False)
+    free = [path for path in boxes if not _in_group(path) and not path.startswith("mtp/")]
+    places = _match(family.rules, family, model, "", free, boxes, (0,), there, of_layer=False, stacked=False)
     first = 0
+    heads = model.mtp_heads()
+    for k in range(0 if heads is None else heads.depth):  # draft layers, numbered on from the last layer
+        stem = f"mtp/d{k + 1}/"
+        number = (model.num_layers + k,)
+        for part, rules in ((stem, family.draft), (stem + "block/", family.rules)):
+            inside = [path.removeprefix(part) for path in boxes if path.startswith(part)]
+            if part == stem:
+                inside = [path for path in inside if not path.startswith("block/")]
+            places += _match(rules, family, model, part, inside, boxes, number, there, of_layer=True, stacked=False)
     for i, group in enumerate(model.groups):
         for j in range(len(group.period)):
             stem = f"g{i}/b{j}/"
             numbers = tuple(first + n * len(group.period) + j for n in range(group.repeats))
             inside = [path.removeprefix(stem) for path in boxes if path.startswith(stem)]
-            places += _match(family, model, stem, inside, boxes, numbers, there, stacked=True)
+            places += _match(
+                family.rules, family, model, stem, inside, boxes, numbers, there, of_layer=True, stacked=True
+            )
         first += group.layers
     return places
 
@@ -129,6 +142,7 @@ def _in_group(path: str) -> bool:
 
 
 def _match(
+    table: tuple[Rule, ...],
     family: Family,
     model: LanguageModel,
     stem: str,
@@ -137,11 +151,14 @@ def _match(
     numbers: tuple[int, ...],
     there: Container[str] | None,
     *,
+    of_layer: bool,
     stacked: bool,
 ) -> list[Placed]:
+    """The rules of `table` that speak of the parameters `inside`, all of which must be spoken of. of_layer: those of a layer, `numbers`
+    telling which; stacked: with an axis of their own for it."""
     left, found = set(inside), list[Placed]()
     here = {name: boxes[stem + name] for name in inside}
-    rules = [rule for rule in (*family.by_size(model), *family.rules) if rule.of_layer == stacked]
+    rules = [rule for rule in (*family.by_size(model), *table) if rule.of_layer == of_layer]
     if there is not None:  # rules whose tensors are there come first; the others then name what is missing
         rules.sort(key=lambda rule: rule.theirs.format(i=numbers[0], e=0) not in there)
     for rule in rules:

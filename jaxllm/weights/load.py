@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]  # tensors read, of how many
 def read_node(source: TensorSource, warn: Warn | None = None) -> Node:
     """The model node that config.json means. Raises UserError for what is unknown or not available."""
     family = family_of(source.config, source.where)
-    config = ConfigJson(source.config, source.where)
+    config = ConfigJson(source.config, source.where, frozenset(source.names()))
     node = family.to_model(config)
     config.finish(warn)
     return node

@@ -1,6 +1,8 @@
 """MTP heads: the right hidden state and the right token, labels within documents, both kinds, aux, counts and mistakes."""
 
 import functools
+import json
+import shutil
 
 import contract
 import flax.linen as nn
@@ -8,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 import toys
+from golden_models import GOLDEN
+from safetensors.numpy import load_file, save_file
 
 from jaxllm.compose import compose
 from jaxllm.errors import UserError
@@ -17,6 +21,8 @@ from jaxllm.layers.mtp import ChainedMTP, ParallelMTP
 from jaxllm.params import declare, is_declared, path_name
 from jaxllm.training.losses import backbone
 from jaxllm.training.objectives import Forward, MultiToken
+from jaxllm.weights.load import build, read_model
+from jaxllm.weights.open import open_tensors
 
 SEGMENTS = np.array([[1] * 5 + [2] * 4 + [3] + [0] * 2])
 TOKENS = np.arange(12)[None] * 5 % 16
@@ -179,3 +185,20 @@ def test_it_composes_and_mistakes_are_one_line():
             hollow(**fields)
     with pytest.raises(UserError, match="model.mtp: role 'moe'"):
         compose(["model=tiny", "model.vocab_size=61", "+mtp@model.mtp=chained", "model.mtp.ffn=moe"]).build("model")
+
+
+def test_a_draft_layer_is_that_of_transformers(tmp_path):
+    """Behind the trunk of a tiny DeepSeek-V3, tensors by their released names: hidden states of `MtpLayer` (tests/golden/make_draft.py)."""
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / "deepseek_v3", folder)
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(GOLDEN / "deepseek_v3_draft.safetensors")
+    tokens, want = tensors.pop("tokens"), tensors.pop("hidden")
+    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+    node, params = read_model(open_tensors(folder))
+    model = build(node)
+    out = jax.jit(lambda p: model.apply({"params": p}, Context.whole(tokens, capture=("mtp",)), method="backbone")[1])(
+        params
+    )
+    np.testing.assert_allclose(out.capture["mtp"][0, :, :-1], want, atol=1e-4)

@@ -11,6 +11,8 @@ from golden_models import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import UserError
+from jaxllm.weights.choose import choose
+from jaxllm.weights.export import write_folder
 from jaxllm.weights.family import leaves
 from jaxllm.weights.hf_folder import HFFolder, is_hf_folder
 from jaxllm.weights.layer_string import layer_string
@@ -143,13 +145,42 @@ def test_an_expert_that_is_missing_is_named(copy):
     assert f"tensor {name} is missing; expected one of shape [16, 32]" in refused(folder)
 
 
-def test_draft_layers_are_left_aside_where_config_json_speaks_of_them(copy):
+def drafting(tensors):
+    """A draft layer behind the last, as DeepSeek-V3 is released: a whole layer, the join, copies of embedding and head."""
+    rng = np.random.default_rng(3)
+    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+        shape = tensors[name].shape
+        tensors[name.replace(".1.", ".2.", 1)] = rng.standard_normal(shape).astype(np.float32)
+    for name, shape in {"enorm": (32,), "hnorm": (32,), "shared_head.norm": (32,), "eh_proj": (32, 64)}.items():
+        tensors[f"model.layers.2.{name}.weight"] = rng.standard_normal(shape).astype(np.float32)
+    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"]
+
+
+def test_draft_layers_become_modules_and_go_back(copy, tmp_path):
     folder = copy("deepseek_v3", num_nextn_predict_layers=1)
-    spoil(folder, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": np.zeros((32, 64), np.float32)}))
-    said = []
-    assert read_model(open_tensors(folder), warn=said.append)[0]["layers"] == "global/dense global/moe"
-    assert said == [f"{folder}: config.json: num_nextn_predict_layers=1: layers that draft tokens are not read"]
+    _, plain = read_model(open_tensors(folder))  # announced, but not there, as transformers saves it
+    assert "mtp" not in plain
+    spoil(folder, drafting)
+    source = open_tensors(folder)
+    node, params = read_model(source)
+    assert node["mtp"]["ffn"] == "moe" and node["mtp"]["hidden"] == "post_norm"
+    join = source.read("model.layers.2.eh_proj.weight")  # [out, in], in = the embedding's half, then the hidden state's
+    np.testing.assert_array_equal(params["mtp"]["d1"]["eh_proj"], np.stack([join[:, :32].T, join[:, 32:].T]))
+    np.testing.assert_array_equal(
+        params["mtp"]["d1"]["norm"]["scale"], source.read("model.layers.2.shared_head.norm.weight")
+    )
+    choice = choose(build(node), source.config)
+    (tmp_path / "out").mkdir()
+    write_folder(tmp_path / "out", choice, params, dtype="float32", shard_bytes=10**9, files={})
+    again = open_tensors(tmp_path / "out")
+    copies = {"model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"}
+    assert set(again.names()) == set(source.names()) - copies and again.config["num_nextn_predict_layers"] == 1
+    assert all(np.array_equal(again.read(name), source.read(name)) for name in again.names())
+    spoil(folder, lambda tensors: tensors.pop("model.layers.2.hnorm.weight"))
+    assert "tensor model.layers.2.hnorm.weight is missing; expected one of shape [32]" in refused(folder)
     spoil(folder, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)}))
+    spoil(folder, lambda tensors: tensors.update({"model.layers.2.hnorm.weight": np.zeros(32, np.float32)}))
     assert "model.layers.3.eh_proj.weight of shape [32, 64] belongs to no parameter" in refused(folder)
 
 

@@ -2,7 +2,8 @@
 
 The norms of both latents always have eps 1e-6, whatever rms_norm_eps says. V2 and (with `rope_interleave`) V3 pair even and odd channels.
 V2 chooses by softmax, within the groups of the best single expert, and does not renormalise; V3 by sigmoid and a bias, within the
-groups of the best two. Draft layers behind the last one (multi-token prediction) are left aside.
+groups of the best two. Draft layers behind the last one (multi-token prediction) become the model's `mtp`, where the file has them; of V2,
+and copies of embedding and head in them, they are left aside.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ from jaxllm.weights.families.experts import (
     sigmoid_router,
 )
 from jaxllm.weights.family import Family, Node, NoPlace, Rule
-from jaxllm.weights.forms import PerHead
+from jaxllm.weights.forms import Linear, PerHead
 from jaxllm.weights.rope import rope_keys, rope_node
 
 LATENT_EPS = 1e-6
@@ -83,14 +84,20 @@ def dense_first(c: ConfigJson, default: int) -> list[str]:
     return ["moe" if i >= first and not i % every else "dense" for i in range(c.whole("num_hidden_layers"))]
 
 
+def draft_modules(c: ConfigJson, ffn: str) -> Node:
+    """`{"mtp": ..}` where the file holds draft layers: modules in a chain that see the trunk after its final norm."""
+    count = next((n for key in DRAFT_LAYERS if (n := c.get(key))), 0)
+    c.only("mtp_hidden_states_first", False)
+    if not count or not c.has(f"model.layers.{c.whole('num_hidden_layers')}.eh_proj.weight"):
+        return {}
+    return {"mtp": partial("mtp.ChainedMTP", depth=count, mixer="global", ffn=ffn, hidden="post_norm")}
+
+
 def _model(c: ConfigJson, interleaved: bool, layers: list[str], moe: Node | None, mlp_bias: bool = False) -> Node:
     c.get("ep_size")
-    for key in DRAFT_LAYERS:
-        if c.get(key):
-            c.note(f"{key}={c.get(key)}: layers that draft tokens are not read")
     mixer = latent_attention(c, rope_node(c, interleaved=interleaved))
     ffns = {"dense": mlp(c, bias=mlp_bias)} | ({} if moe is None else {"moe": moe})
-    return model_node(c, [("global", role) for role in layers], {"global": mixer}, ffns)
+    return model_node(c, [("global", role) for role in layers], {"global": mixer}, ffns, **draft_modules(c, layers[-1]))
 
 
 def _experts(
@@ -177,11 +184,17 @@ def _keys(model: LanguageModel) -> tuple[Node, MoE | None]:
     return keys, moe
 
 
+def draft_keys(model: LanguageModel) -> Node:
+    """How many draft layers there are, by both names; whether they are of this kind is seen when the answer is read back."""
+    heads = model.mtp_heads()
+    return dict.fromkeys(DRAFT_LAYERS, 0 if heads is None else heads.depth)
+
+
 def _deepseek_v3_keys(model: LanguageModel) -> Node:
     keys, moe = _keys(model)
     rope = attention_of(model, MLA)[0].rope
     chosen = {} if moe is None else sigmoid_keys(moe)
-    return {**keys, **chosen, "rope_interleave": rope is not None and rope.interleaved, "num_nextn_predict_layers": 0}
+    return {**keys, **chosen, "rope_interleave": rope is not None and rope.interleaved, **draft_keys(model)}
 
 
 def _deepseek_v2_keys(model: LanguageModel) -> Node:
@@ -227,7 +240,18 @@ RULES = (
     *shared_rules("mlp.shared_experts"),
     *PRE_NORMS,
 )
+# A draft layer's join and the norm before the head; its copies of embedding and head are the trunk's and are not read.
+DRAFT = (
+    *norms(("enorm", "enorm"), ("hnorm", "hnorm"), ("norm", "shared_head.norm")),
+    Rule(("eh_proj",), "model.layers.{i}.eh_proj.weight", Linear(inputs=2)),
+)
 DEEPSEEK_V3 = Family(
-    ("deepseek_v3",), ("DeepseekV3ForCausalLM",), _deepseek_v3, _deepseek_v3_keys, RULES, aside=draft_layers
+    ("deepseek_v3",),
+    ("DeepseekV3ForCausalLM",),
+    _deepseek_v3,
+    _deepseek_v3_keys,
+    RULES,
+    aside=draft_layers,
+    draft=DRAFT,
 )
 DEEPSEEK_V2 = Family(("deepseek_v2",), ("DeepseekV2ForCausalLM",), _deepseek_v2, _deepseek_v2_keys, RULES)

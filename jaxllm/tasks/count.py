@@ -2,6 +2,10 @@
 
 Conventions. FLOPs are those of matrix products, a multiply-add counts 2. Causal: a token of a sequence of length n meets (n + 1) / 2
 keys on average. Training is three forward passes' worth. Bytes of caches are at the model's compute dtype.
+
+Two counts of what one token uses are in circulation, and both are given. `params_active`: parameters of its matrix products; an embedding
+of its own is a table of which one row is read, and is no part of it (DeepSeek's 37 billion of 671). `params_active_with_embedding`: that
+table too (Mixtral's 12.9 of 46.7). Under tied embeddings the table is the head, and the two are the same.
 """
 
 from __future__ import annotations
@@ -32,11 +36,13 @@ TRACED = 12  # layers, a scanned one counted once, that `activation_bytes` trace
 @dataclasses.dataclass(frozen=True)
 class CountSettings:
     """context: tokens a row, batch: rows; null = the training configuration's (phase train) or 1024 and 1. phase: what one token is
-    part of: a decode step with `context` tokens before it, a prefill of `context` tokens, or a training step on them."""
+    part of: a decode step with `context` tokens before it, a prefill of `context` tokens, or a training step on them. collectives: also
+    compile a train step for the mesh (seconds to minutes) and list what its devices say to each other."""
 
     context: int | None = None
     batch: int | None = None
     phase: Literal["decode", "prefill", "train"] = "decode"
+    collectives: bool = False
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
@@ -66,7 +72,8 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     memory = training_memory(cfg, model, declared, mesh, rows=settings.batch, length=settings.context)
     result = {
         "params_total": total,
-        "params_active": total - (cost.params - cost.params_active),
+        "params_active": (active := total - (cost.params - cost.params_active)),
+        "params_active_with_embedding": active + tables(model, declared),
         "params_trained": sum(box.value.size for box in boxes if box.trainable),
         "flops_per_token": flops_per_token(model, settings.phase, context),
         "cache_bytes_per_token": cost.cache_per_token,
@@ -84,7 +91,17 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     }
     for line in summary(result):
         io.log(line)
+    if settings.collectives:
+        from jaxllm.tasks.collectives import of_train_step
+
+        result |= of_train_step(cfg, io, model, settings.batch, settings.context)
     return result
+
+
+def tables(model: LanguageModel, declared: Any) -> int:
+    """Elements of the tables of which a token reads one row: positions, and an embedding that is not the head too."""
+    names = ("positions",) if model.tie_embeddings else ("embed", "positions")
+    return sum(declared[name].value.size for name in names if name in declared)
 
 
 def vocabulary(cfg: Config) -> dict[str, int]:
@@ -208,7 +225,8 @@ def summary(result: dict[str, Any]) -> list[str]:
     parts = ", ".join(f"{name} {value / 2**20:,.1f}" for name, value in result["train_bytes_parts"].items())
     return [
         "",
-        f"parameters      {result['params_total']:,} ({result['params_active']:,} used by one token)",
+        f"parameters      {result['params_total']:,} ({result['params_active']:,} used by one token,"
+        f" {result['params_active_with_embedding']:,} with tables it is looked up in)",
         f"{result['phase']:<15} {result['flops_per_token'] / 1e6:,.2f} MFLOP a token at context {result['context']:,}",
         f"cache           {result['cache_bytes_per_token']:,.0f} bytes a token and row + {result['cache_bytes_constant']:,.0f};"
         f" {result['cache_bytes_total'] / 2**20:,.1f} MiB for {result['batch']} x {result['context']:,} in {result['dtype']}",

@@ -228,7 +228,14 @@ class LanguageModel(nn.Module, kw_only=True):
 
     @nn.nowrap
     def ffn(self, role: str, **kwargs: Any) -> Any:
-        return self.ffns[role](**self._supplied(), **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
+        layer = self.ffns[role](**self._supplied(), **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
+        known = getattr(layer, "token_ids", None)
+        if known is not None and known < self.vocab_size:
+            raise UserError(
+                f"model.ffns.{role}: routes the {known} token ids of its table, and model.vocab_size is {self.vocab_size};"
+                f" set model.ffns.{role}.router.vocab_size to {self.vocab_size}"
+            )
+        return layer
 
     @nn.nowrap
     def norm_layer(self, **kwargs: Any) -> nn.Module:

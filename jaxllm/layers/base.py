@@ -256,6 +256,11 @@ class Layer(nn.Module, kw_only=True):
         return float(layer.cost(1, 1, 1, self.dtype).params)
 
     @property
+    def token_ids(self) -> int | None:
+        """How many token ids the layer has a row for; None = it does not look at them. The model refuses one with too few."""
+        return None
+
+    @property
     def takes(self) -> tuple[str, ...]:
         """Names of `shared` that a layer before this one must have given."""
         return ()

@@ -123,6 +123,11 @@ class MoE(Layer, kw_only=True):
         )
 
     @property
+    def token_ids(self) -> int | None:
+        """Of the router that is a table of them."""
+        return self.router_layer().token_ids
+
+    @property
     def width(self) -> int:
         """What experts read and write."""
         return self.d_model if self.latent_dim is None else self.latent_dim

@@ -180,6 +180,11 @@ class Router(nn.Module, kw_only=True):
         """int32 `[b t k]`; of equal ones the first."""
         return lax.top_k(lax.stop_gradient(choice), self.top_k)[1].astype(jnp.int32)
 
+    @property
+    def token_ids(self) -> int | None:
+        """Rows of a table of token ids, where the router has one."""
+        return None
+
     @nn.nowrap
     def params(self) -> tuple[int, int]:
         """Parameters held, and used by one token."""
@@ -349,7 +354,7 @@ class HashTable:
 class HashRouter(Router, kw_only=True):
     """Experts from a fixed table of the token id, weights from the scores of a SqrtSoftplusRouter (DeepSeek-V4, layers 0-2).
 
-    vocab_size: rows of the table; ids beyond it are refused nowhere but in the data, and take the last row.
+    vocab_size: rows of the table. The model refuses a table with fewer rows than it has token ids (`Layer.token_ids`).
     """
 
     vocab_size: int
@@ -360,6 +365,10 @@ class HashRouter(Router, kw_only=True):
         if self.vocab_size < 1:
             raise UserError(f"vocab_size: {self.vocab_size} must be at least 1: the number of token ids")
         super().__post_init__()
+
+    @property
+    def token_ids(self) -> int:
+        return self.vocab_size
 
     @nn.compact
     def __call__(self, x: Array, ctx: Context) -> Routing:

@@ -83,7 +83,7 @@ def open_source(
         model = build_model(config, tokenizer)
         _check_shapes(model, params)
     except UserError as error:
-        raise UserError(f"source={source}: {error}") from error
+        raise UserError(f"source={source}: {str(error).removeprefix(f'{path}: ')}") from error
     return Source(config, model, params, tokenizer, step, folder, meta)
 
 

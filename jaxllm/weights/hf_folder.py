@@ -18,6 +18,12 @@ from jaxllm.weights.tensors import DTYPES, TOKENIZER_FILES
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 QUANTISED = ("mxfp4",)
+OLD_TOKENIZERS = (
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)  # SentencePiece, and files before tokenizer.json
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 128 * 2**20
 MAX_TOKENIZER_BYTES = 512 * 2**20
@@ -67,6 +73,12 @@ class HFFolder:
             raise UserError(f"{file}: tensor {name} cannot be read ({error})") from None
 
     def tokenizer_files(self) -> dict[str, bytes]:
+        old = next((name for name in OLD_TOKENIZERS if (self.path / name).is_file()), None)
+        if old is not None and not (self.path / TOKENIZER_FILES[0]).is_file():
+            raise UserError(
+                f"holds its tokenizer as {old} and not as {TOKENIZER_FILES[0]}; transformers writes it anew:"
+                " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
         return {
             name: self._bytes(name, MAX_TOKENIZER_BYTES) for name in TOKENIZER_FILES if (self.path / name).is_file()
         }

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.compose import compose
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
 from jaxllm.layers.moe import MoE
@@ -19,6 +20,7 @@ from jaxllm.layers.router import (
     TopKSoftmaxRouter,
     sqrt_softplus,
 )
+from jaxllm.params import declare
 
 D, E = 8, 8
 
@@ -199,6 +201,20 @@ def test_jitter_is_for_training_alone():
 def test_a_router_that_cannot_be_is_refused_in_one_line(router, words):
     with pytest.raises(UserError, match=words):
         MoE(d_model=D, num_experts=8, top_k=2, d_expert=4, router=router, parent=None)
+
+
+def test_a_hash_table_with_fewer_rows_than_the_model_has_ids_is_refused_before_anything_runs():
+    made = compose(
+        ["model=tiny", "track=none", "ffn@model.ffns.dense=moe_hash", "model.ffns.dense.router.vocab_size=100"]
+    )
+    with pytest.raises(
+        UserError, match=r"the 100 token ids of its table, and model.vocab_size is 101; set .*router.vocab_size to 101"
+    ):
+        declare(made.build("model", vocab_size=101))
+    assert declare(made.build("model", vocab_size=100))["g0"]["b0"]["ffn"]["router"]["table"].value.shape[-2:] == (
+        100,
+        2,
+    )
 
 
 def test_hash_routing_without_token_ids_is_refused():

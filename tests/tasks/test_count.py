@@ -47,7 +47,7 @@ def test_a_share_of_a_mesh_that_is_not_here():
     share = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
     assert split["train_bytes_parts"]["params"] == share < whole["train_bytes_parts"]["params"]
     _, pod = run("model.mixers.global.num_kv_heads=8", "mesh.axes={data: 512, fsdp: 1, tensor: 8}")
-    assert pod["mesh"] == {"data": 512, "fsdp": 1, "expert": 1, "tensor": 8}
+    assert pod["mesh"] == {"data": 512, "fsdp": 1, "expert": 1, "context": 1, "tensor": 8}
 
 
 def test_flops_by_phase():
@@ -125,7 +125,7 @@ def test_released_models_of_experts_are_counted_and_never_allocated(name):
     model = compose([f"model={name}", "track=none"]).build("model")
     cost, held = model.cost(1, 1, 1024), sum(b.value.size for b in jax.tree.leaves(declare(model), is_leaf=is_declared))
     assert held == pytest.approx(total, rel=0.002)
-    used = held - (cost.params - cost.params_active) + (model.vocab_size * model.d_model if table else 0)
+    used = held - (cost.params - cost.params_active) + (count.tables(model, declare(model)) if table else 0)
     rounding = 0.5e9 if active % 1e9 == 0 else 0.0  # whole billions
     assert used == pytest.approx(active, rel=0.01, abs=rounding)
     assert choose(model).family.architectures[0] == architecture
@@ -138,13 +138,29 @@ def test_a_released_model_through_the_task():
     io.log = lambda text, level="info": None  # type: ignore[method-assign]
     result = count.run(compose(["model=deepseek_v3", "task=count", "track=none"]), io)
     assert result["params_total"] == 671_026_419_200  # as the released files' index has it, without the draft layer
-    assert result["params_active"] == pytest.approx(36.7e9, rel=0.01)
+    assert result["params_active"] == pytest.approx(37e9, rel=0.01)
+    assert result["params_active_with_embedding"] == result["params_active"] + 129_280 * 7168
     assert result["params_total"] - result["params_trained"] == 58 * 256  # the biases that only choose
     assert result["cache_bytes_per_token"] == 61 * 576 * 2
     attention = 61 * 2 * 1024 * 128 * (2 * 512 + 64)  # absorbed: scores over latents and keys, outputs over latents
     norms = result["params_active"] - (result["flops_per_token"] - attention) / 2
     assert 0 < norms < 0.0001 * result["params_active"]
     assert len(jax.live_arrays()) <= before + 8
+
+
+def test_both_counts_of_what_a_token_uses():
+    """Mixtral's publishers count the table too; GPT-2's positions are a table; a tied embedding is the head."""
+    io, lines = TaskIO(), []
+    io.log = lambda text, level="info": lines.append(text)  # type: ignore[method-assign]
+    result = count.run(compose(["model=mixtral_8x7b", "task=count", "track=none"]), io)
+    assert result["params_total"] == pytest.approx(46.7e9, rel=0.01)
+    assert result["params_active_with_embedding"] == pytest.approx(12.9e9, rel=0.01)
+    assert result["params_active"] == result["params_active_with_embedding"] - 32_000 * 4096
+    assert f"{result['params_active']:,} used by one token" in "\n".join(lines)
+    _, tied = run()
+    assert tied["params_active"] == tied["params_active_with_embedding"] == tied["params_total"]
+    _, placed = run("model.learned_positions=32", "count.context=8", "model.tie_embeddings=false")
+    assert placed["params_active_with_embedding"] - placed["params_active"] == (96 + 32) * 64
 
 
 def test_mistakes():

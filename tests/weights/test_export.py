@@ -2,6 +2,7 @@
 
 import json
 import re
+from shutil import copytree
 
 import jax
 import numpy as np
@@ -241,3 +242,14 @@ def test_a_folder_without_a_tokenizer_says_so():
     assert foreign_tokenizer(loaded("llama")[0], said.append) is None
     assert "holds no tokenizer.json, so text cannot be read or written, only token ids" in said[0]
     assert declare(loaded("llama")[1])  # and the model is there all the same
+
+
+def test_a_tokenizer_of_sentencepiece_alone_says_how_to_convert_it(tmp_path):
+    copytree(folder("llama"), tmp_path / "old")
+    (tmp_path / "old" / "tokenizer.model").write_bytes(b"\n\x0b")
+    said = []
+    assert foreign_tokenizer(HFFolder(tmp_path / "old"), said.append) is None
+    (line,) = said
+    assert (
+        line.startswith(f"{tmp_path}/old: holds its tokenizer as tokenizer.model") and "save_pretrained(FOLDER)" in line
+    )

@@ -101,6 +101,7 @@ ROOT_SECTIONS = {  # their fields are root keys
     "logits": "jaxllm.weights.settings.LogitsSettings",
     "check": "jaxllm.weights.settings.CheckSettings",
     "report": "jaxllm.report.settings.ReportSettings",
+    "inspect": "jaxllm.report.settings.InspectSettings",
 }
 STAGES = "jaxllm.training.settings.StageSettings"
 GROUPS = ("model", "data", "optim", "objective", "track", "chip")  # roots of target nodes

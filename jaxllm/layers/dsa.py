@@ -49,6 +49,8 @@ class DSA(Choosing, MLA, kw_only=True):
             aux = {}
         if "selected" in ctx.capture and index is not None:
             aux["capture/selected"] = index
+        if "attention" in ctx.capture and cache is None:
+            aux["capture/attention"] = self._map(inputs, ctx, index)
         return self._output(out, inputs.gate), cache, self._publish(shared, index, scorer), aux
 
     def _whole(

@@ -14,12 +14,13 @@ from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Lay
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RoPE
 from jaxllm.mesh import shard
-from jaxllm.ops.attention import attend_cache
+from jaxllm.ops.attention import attend_cache, attention_weights
 from jaxllm.ops.blockwise import BLOCK
 from jaxllm.ops.blockwise_cache import Source, blockwise_sources
 from jaxllm.ops.kernels import attention, check_kernel
 from jaxllm.ops.linear import linear
-from jaxllm.ops.mask import Mask
+from jaxllm.ops.mask import Mask, visible
+from jaxllm.ops.sparse_attention import chosen_mask
 
 Cache = KVCache | RingCache | IndexedCache  # the last: of layers built on this one
 QK_NORM_WEIGHTS = ("plain", "zero_centred", "none")
@@ -230,12 +231,21 @@ class GQA(Layer, kw_only=True):
         self, x: Array, ctx: Context, cache: Cache | None = None, shared: Mapping[str, Array] | None = None
     ) -> tuple[Array, Cache | None, Mapping[str, Array], Aux]:
         inputs = self._inputs(x, ctx.positions)
+        aux: Aux = {}
         if cache is None:
             out = self._whole(inputs, ctx)
+            if "attention" in ctx.capture:
+                aux["capture/attention"] = self._map(inputs, ctx)
         else:
             assert not isinstance(cache, IndexedCache)
             out, cache = self._cached(*inputs[:4], ctx, cache)
-        return self._output(out, inputs.gate), cache, {} if shared is None else shared, {}
+        return self._output(out, inputs.gate), cache, {} if shared is None else shared, aux
+
+    def _map(self, i: Inputs, ctx: Context, index: Array | None = None) -> Array:
+        """The weights `[b h t s]` of whole sequences, for whoever looks; on keys of a choice `index [b t n]` alone where there is one."""
+        seen = visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments, self.mask)
+        seen = seen if index is None else seen & chosen_mask(index, seen.shape[-1])
+        return attention_weights(i.query, i.key, seen, **self._scores(i.sinks))
 
     def _whole(self, i: Inputs, ctx: Context) -> Array:
         """Whole sequences on themselves, `[b t h v]`."""

@@ -14,10 +14,12 @@ from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Lay
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RoPE
 from jaxllm.mesh import shard
+from jaxllm.ops.attention import attention_weights
 from jaxllm.ops.kernels import attention, check_kernel
 from jaxllm.ops.latent import absorbed_is_cheaper, attend_latents
 from jaxllm.ops.linear import linear
-from jaxllm.ops.mask import CAUSAL
+from jaxllm.ops.mask import CAUSAL, visible
+from jaxllm.ops.sparse_attention import chosen_mask
 
 Cache = LatentCache | IndexedCache  # the last: of layers built on this one
 
@@ -206,13 +208,23 @@ class MLA(Layer, kw_only=True):
         self, x: Array, ctx: Context, cache: Cache | None = None, shared: Mapping[str, Array] | None = None
     ) -> tuple[Array, Cache | None, Mapping[str, Array], Aux]:
         inputs = self._inputs(x, ctx)
+        aux: Aux = {}
         if cache is None:
             out = self._expanded(inputs, ctx)
+            if "attention" in ctx.capture:
+                aux["capture/attention"] = self._map(inputs, ctx)
         else:
             assert isinstance(cache, LatentCache)
             cache = self._written(inputs, ctx, cache)
             out = self._cached(inputs, ctx, cache)
-        return self._output(out, inputs.gate), cache, {} if shared is None else shared, {}
+        return self._output(out, inputs.gate), cache, {} if shared is None else shared, aux
+
+    def _map(self, i: Inputs, ctx: Context, index: Array | None = None) -> Array:
+        """The weights `[b h t s]` of whole sequences, for whoever looks; on keys of a choice `index [b t n]` alone where there is one."""
+        query, key, _ = self._keys_values(i)
+        seen = visible(ctx.positions, ctx.positions, ctx.segments, ctx.segments)
+        seen = seen if index is None else seen & chosen_mask(index, seen.shape[-1])
+        return attention_weights(query, key, seen, scale=self.score_scale)
 
     def _keys_values(self, i: Inputs) -> tuple[Array, Array, Array]:
         """Of whole sequences, all heads' own: query and key `[b t h n+o]`, value `[b t h v]`."""

@@ -52,6 +52,8 @@ class SparseGQA(Choosing, GQA, kw_only=True):
             aux = {}
         if "selected" in ctx.capture and index is not None:
             aux["capture/selected"] = index
+        if "attention" in ctx.capture and cache is None:
+            aux["capture/attention"] = self._map(inputs, ctx, index)
         return self._output(out, inputs.gate), cache, self._publish(shared, index, scorer), aux
 
     def _chosen(

@@ -34,8 +34,15 @@ def attention_naive(
     sinks: Array | None = None,
 ) -> Array:
     """The truth: one score matrix per head, `mask [b t s]`."""
-    heads = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, heads, axis=2), jnp.repeat(v, heads, axis=2)
+    weights = attention_weights(q, k, mask, scale=scale, softcap=softcap, sinks=sinks)
+    return jnp.einsum("bhts,bshv->bthv", weights.astype(v.dtype), jnp.repeat(v, q.shape[2] // v.shape[2], axis=2))
+
+
+def attention_weights(
+    q: Array, k: Array, mask: Array, *, scale: float, softcap: float | None = None, sinks: Array | None = None
+) -> Array:
+    """fp32 `[b h t s]`, what `attention_naive` sums values with and what inspection shows. With sinks a row sums to less than 1."""
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -46,8 +53,7 @@ def attention_naive(
     weights = jnp.where(mask[:, None], jnp.exp(scores - top), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - top)
-    weights = weights / jnp.where(total > 0, total, 1.0)
-    return jnp.einsum("bhts,bshv->bthv", weights.astype(v.dtype), v)
+    return weights / jnp.where(total > 0, total, 1.0)
 
 
 Static = tuple[float, float | None, int, int | None]  # scale, softcap, causal blocks, span

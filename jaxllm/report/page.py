@@ -33,7 +33,8 @@ h1{{font-size:1.6rem;line-height:1.2;overflow-wrap:anywhere}}h2{{font-size:1.2re
 .grid{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr));gap:1.25rem;align-items:start}}
 figure{{margin:0;min-width:0}}figcaption{{font-size:.85rem;color:var(--soft);overflow-wrap:anywhere}}
 figure>svg,img{{max-width:100%;height:auto;display:block}}figure>svg{{width:100%}}svg text{{fill:var(--ink);font:12px system-ui,sans-serif}}
-svg .soft{{fill:var(--soft)}}img{{background:#fff}}.pixels{{image-rendering:pixelated;width:100%}}
+svg .soft{{fill:var(--soft)}}svg .small{{font-size:10px}}svg .pixels{{width:auto}}
+img{{background:#fff}}.pixels{{image-rendering:pixelated;width:100%}}
 .scroll{{overflow:auto;max-height:34rem}}table{{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}}
 td,th{{border-bottom:1px solid var(--line);padding:.25rem .6rem;text-align:right;vertical-align:top;white-space:nowrap}}
 th{{background:var(--wash);position:sticky;top:0}}th:first-child,td:first-child{{text-align:left}}
@@ -41,7 +42,8 @@ ul.legend{{list-style:none;margin:.3rem 0;padding:0;font-size:.8rem;display:flex
 .key{{display:inline-block;width:1.1em;height:.25em;border-radius:.2em;vertical-align:middle;margin-right:.35em}}
 details{{font-size:.85rem;margin:.3rem 0}}summary{{cursor:pointer;color:var(--soft)}}
 .text{{font:.9rem/1.9 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:.2em 0 1em}}
-.text span{{padding:.15em 0;border-radius:.2em;color:#1d1d1f}}.note{{color:var(--soft);font-size:.9rem}}
+.text span{{padding:.15em 0;border-radius:.2em;color:#1d1d1f}}.text .token{{color:inherit}}.token:nth-child(odd){{background:var(--wash)}}
+.cell{{display:block;padding:0 .2em;border-radius:.2em;text-align:left}}.note{{color:var(--soft);font-size:.9rem}}
 """
 
 
@@ -85,6 +87,13 @@ class Raw(str):
 
 def _cell(cell: object) -> str:
     return cell if isinstance(cell, Raw) else escape(cell)
+
+
+def shaded(text: str, strength: float, title: str = "") -> Raw:
+    """A cell's text on a colour of that strength, 0 to 1; a pointer shows the title."""
+    share = round(100 * min(1.0, max(0.0, strength)) * 0.6)
+    colour = f"color-mix(in srgb, var(--c0) {share}%, transparent)"
+    return Raw(f'<span class="cell" style="background:{colour}" title="{escape(title)}">{escape(text)}</span>')
 
 
 def link(text: str, href: str) -> Raw:
@@ -134,4 +143,13 @@ def tokens(texts: Sequence[str], experts: np.ndarray, weights: np.ndarray, numbe
         title = ", ".join(f"expert {i} ({p:.2f})" for i, p in zip(e, w, strict=True))
         shown = escape(text.replace("\n", "↵\n"))
         out.append(f'<span style="background:{colour(int(e[0]), number)}" title="{escape(title)}">{shown}</span>')
+    return f'<div class="text">{"".join(out)}</div>'
+
+
+def tokens_plain(texts: Sequence[str]) -> str:
+    """The text, every second token on grey, so that their edges show; what a pointer shows is the place."""
+    out = []
+    for i, text in enumerate(texts):
+        shown = escape(text.replace("\n", "↵\n"))
+        out.append(f'<span class="token" title="{i}">{shown}</span>')
     return f'<div class="text">{"".join(out)}</div>'

@@ -31,6 +31,7 @@ TASKS = {
     "serve": "jaxllm.tasks.serve",
     "bench_serve": "jaxllm.tasks.bench_serve",
     "report": "jaxllm.tasks.report",
+    "inspect": "jaxllm.tasks.inspect",
 }
 # Tasks that always make a run folder; the others do when `run_dir` is given, and in a sweep.
 WRITES = frozenset({"train", "time"})

@@ -17,6 +17,7 @@ from jaxllm.layers.base import Context
 from jaxllm.layers.mlp import MLP
 from jaxllm.mesh import build_mesh, param_shardings, use_mesh
 from jaxllm.model import LanguageModel
+from jaxllm.ops.linear import FEW_ROWS
 from jaxllm.pages import PAGES, Pages
 from jaxllm.params import declare, init_params, is_declared, unstack
 
@@ -35,40 +36,68 @@ def randomised(model: LanguageModel, seed: int = 0) -> Any:
     """Parameters in which norms, biases and gates matter too: constants of the initialiser would hide a fault."""
     params = init_params(model, jax.random.key(seed))
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda a: a + jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype), params)
+    return jax.tree.map(
+        lambda a: jnp.asarray(np.asarray(a) + (0.1 * rng.standard_normal(a.shape)).astype(a.dtype)), params
+    )
+
+
+def padded(x: np.ndarray) -> np.ndarray:
+    """`x [b ..]` with rows of zeros up to `ROWS`."""
+    return np.concatenate([x, np.zeros((ROWS - len(x), *x.shape[1:]), x.dtype)])
 
 
 class Subject:
-    """A model with parameters in both layouts and its compiled calls, which pad the batch to `ROWS` rows of padding."""
+    """A model with parameters in both layouts and its compiled calls, which pad the batch to `ROWS` rows of padding.
+
+    Inputs are numpy's, and contexts are made inside the compiled calls: an operation outside them is one more program to compile.
+    """
 
     def __init__(self, model: LanguageModel, seed: int = 0) -> None:
         self.model, self.decoder = model, model.unrolled()
         self.params = randomised(model, seed)
-        self.flat = unstack(model, self.params)
-        self.prepared = self.decoder.prepare(self.flat)
-        self._full = jax.jit(lambda ctx: self.model.apply({"params": self.params}, ctx)[1].logits)
-        self._step = jax.jit(
-            lambda ctx, cache: (lambda r: (r[0], r[1].logits))(
-                self.decoder.apply({"params": self.prepared}, ctx, cache)
-            )
+
+        def both(params: Any) -> tuple[Any, Any]:
+            flat = unstack(model, params)
+            return flat, self.decoder.prepare(flat)
+
+        self.flat, self.prepared = jax.jit(both)(self.params)
+        self._full = jax.jit(lambda p, *args: self.model.apply({"params": p}, Context.whole(*args))[1].logits)
+        self._step = jax.jit(self._step_of)
+        self._cache = jax.jit(
+            lambda draft: self.decoder.init_cache(ROWS, LENGTH, "float32", draft=draft), static_argnums=0
         )
 
-    def full(self, ctx: Context) -> np.ndarray:
-        b = ctx.tokens.shape[0]
-        return np.asarray(self._full(jax.tree.map(lambda x: jnp.pad(x, ((0, ROWS - b), (0, 0))), ctx)))[:b]
+    def full(self, tokens: np.ndarray, segments: np.ndarray | None = None) -> np.ndarray:
+        segments = np.ones_like(tokens) if segments is None else np.asarray(segments, np.int32)
+        return np.asarray(self._full(self.params, padded(tokens), padded(segments)))[: len(tokens)]
 
     def cache(self, draft: int = 0) -> Any:
-        return self.decoder.init_cache(ROWS, LENGTH, "float32", draft=draft)
+        return self._cache(draft)
 
-    def step(self, ctx: Context, cache: Any) -> tuple[Any, np.ndarray]:
-        b = ctx.tokens.shape[0]
-        cache, logits = self._step(
-            jax.tree.map(lambda x: jnp.pad(x, ((0, ROWS - b),) + ((0, 0),) * (x.ndim - 1)), ctx), cache
-        )
+    def _step_of(self, params: Any, cache: Any, tokens: Any, rows: dict[str, Any]) -> tuple[Any, jax.Array]:
+        cache, out = self.decoder.apply({"params": params}, Context.step(tokens, **rows), cache)
+        return cache, out.logits
+
+    def step(
+        self, cache: Any, tokens: np.ndarray, lengths: Any, new: Any = None, **rows: Any
+    ) -> tuple[Any, np.ndarray]:
+        """The cache and the logits after a call: the arguments of `Context.step`, one row each; rows of padding are new with nothing."""
+        b, t = tokens.shape
+        zeros = np.zeros(b, np.int32)
+        rows = {
+            "lengths": lengths,
+            "new": np.full(b, t) if new is None else new,
+            "tentative": zeros,
+            "accepted": zeros,
+        } | rows
+        slots, tables = rows.pop("slots", None), rows.pop("tables", None)
+        rows = {name: padded(np.asarray(value, np.int32)) for name, value in rows.items()}
+        rows |= {} if slots is None else {"slots": slots, "tables": tables}
+        cache, logits = self._step(self.prepared, cache, padded(np.asarray(tokens, np.int32)), rows)
         return cache, np.asarray(logits)[:b]
 
-    def tokens(self, b: int = 2, t: int = T, seed: int = 1) -> jax.Array:
-        return jax.random.randint(jax.random.key(seed), (b, t), 0, VOCAB)
+    def tokens(self, b: int = 2, t: int = T, seed: int = 1) -> np.ndarray:
+        return np.random.default_rng(seed).integers(0, VOCAB, (b, t)).astype(np.int32)
 
 
 def close(a: Any, b: Any, tolerance: float = TOLERANCE) -> None:
@@ -77,9 +106,9 @@ def close(a: Any, b: Any, tolerance: float = TOLERANCE) -> None:
 
 def check_causal(s: Subject) -> None:
     tokens = s.tokens(1)
-    rows = jnp.tile(tokens, (T, 1))
-    changed = rows.at[jnp.arange(T), jnp.arange(T)].add(1) % VOCAB  # row i differs at position i only
-    a, b = s.full(Context.whole(rows)), s.full(Context.whole(changed))
+    rows = np.tile(tokens, (T, 1))
+    changed = (rows + np.eye(T, dtype=np.int32)) % VOCAB  # row i differs at position i only
+    a, b = s.full(rows), s.full(changed)
     for i in range(T):
         np.testing.assert_array_equal(a[i, :i], b[i, :i])
         assert np.abs(a[i, i:] - b[i, i:]).max() > 1e-4, f"token {i} changes nothing"
@@ -88,25 +117,28 @@ def check_causal(s: Subject) -> None:
 def check_packed(s: Subject) -> None:
     """Three documents in a row, with padding at the end, equal each alone; and the first cannot reach the second."""
     tokens = s.tokens(1)
-    segments = jnp.array([[1] * 4 + [2] * 5 + [3] * 2 + [0]])
-    packed = s.full(Context.whole(tokens, segments))
+    segments = np.array([[1] * 4 + [2] * 5 + [3] * 2 + [0]])
+    packed = s.full(tokens, segments)
     for a, b in ((0, 4), (4, 9), (9, 11)):
-        alone = jnp.zeros((1, T), jnp.int32).at[:, : b - a].set(tokens[:, a:b])
-        mask = (jnp.arange(T) < b - a).astype(jnp.int32)[None]
-        close(packed[:, a:b], s.full(Context.whole(alone, mask))[:, : b - a])
-    leaked = np.asarray(s.full(Context.whole(tokens.at[0, 3].add(1) % VOCAB, segments)))
+        alone = np.zeros_like(tokens)
+        alone[:, : b - a] = tokens[:, a:b]
+        mask = (np.arange(T) < b - a)[None]
+        close(packed[:, a:b], s.full(alone, mask)[:, : b - a])
+    other = tokens.copy()
+    other[0, 3] = (other[0, 3] + 1) % VOCAB
+    leaked = s.full(other, segments)
     np.testing.assert_array_equal(packed[:, 4:], leaked[:, 4:])
 
 
 def check_padding(s: Subject) -> None:
     """Right-padded and left-padded whole rows equal the row alone; an all-padding row is finite."""
     tokens = s.tokens(1)
-    want = s.full(Context.whole(tokens))[:, :7]
-    right = (jnp.arange(T) < 7).astype(jnp.int32)
-    left_tokens = jnp.zeros((1, T), jnp.int32).at[:, T - 7 :].set(tokens[:, :7])
-    batch = jnp.concatenate([tokens, left_tokens, tokens])
-    segments = jnp.stack([right, right[::-1], jnp.zeros(T, jnp.int32)])
-    got = s.full(Context.whole(batch, segments))
+    want = s.full(tokens)[:, :7]
+    right = np.arange(T) < 7
+    left_tokens = np.zeros_like(tokens)
+    left_tokens[:, T - 7 :] = tokens[:, :7]
+    batch = np.concatenate([tokens, left_tokens, tokens])
+    got = s.full(batch, np.stack([right, right[::-1], np.zeros(T, bool)]))
     close(got[:1, :7], want)
     close(got[1:2, T - 7 :], want)
     assert np.isfinite(got).all()
@@ -115,23 +147,23 @@ def check_padding(s: Subject) -> None:
 def check_splits(s: Subject) -> None:
     """prefill(i) + prefill(T - i) for every i, and chunks of 1 and of 2, equal the full forward."""
     tokens = s.tokens(1)
-    full = s.full(Context.whole(tokens))
-    first = jnp.arange(1, T, dtype=jnp.int32)
-    rows = jnp.tile(tokens, (T - 1, 1))
-    cache, one = s.step(Context.step(rows, jnp.zeros(T - 1), first), s.cache())
-    rest = jnp.stack([jnp.roll(tokens[0], -int(i)) for i in first])
-    cache, two = s.step(Context.step(rest, first, T - first), cache)
+    full = s.full(tokens)
+    first = np.arange(1, T)
+    rows = np.tile(tokens, (T - 1, 1))
+    cache, one = s.step(s.cache(), rows, np.zeros(T - 1), first)
+    rest = np.stack([np.roll(tokens[0], -i) for i in first])
+    cache, two = s.step(cache, rest, first, T - first)
     for r, i in enumerate(range(1, T)):
         close(one[r, :i], full[0, :i])
         close(two[r, : T - i], full[0, i:])
     cache = s.cache()
     for i in range(T):
-        cache, logits = s.step(Context.step(tokens[:, i : i + 1], jnp.array([i])), cache)
+        cache, logits = s.step(cache, tokens[:, i : i + 1], [i])
         close(logits, full[:, i : i + 1])
     cache = s.cache()
     for i in range(0, T, 2):
-        chunk = jnp.pad(tokens[:, i : i + 2], ((0, 0), (0, T - 2)))
-        cache, logits = s.step(Context.step(chunk, jnp.array([i]), jnp.array([2])), cache)
+        chunk = np.pad(tokens[:, i : i + 2], ((0, 0), (0, T - 2)))
+        cache, logits = s.step(cache, chunk, [i], [2])
         close(logits[:, :2], full[:, i : i + 2])
 
 
@@ -147,24 +179,25 @@ def check_paged(s: Subject) -> None:
     each, rng = -(-LENGTH // page), np.random.default_rng(1)
     tables = 1 + rng.permutation(ROWS * each).astype(np.int32).reshape(ROWS, each)
     places = {"slots": 1 + rng.permutation(ROWS).astype(np.int32), "tables": {PAGES: tables}}
-    cache = s.decoder.init_cache(ROWS + 1, LENGTH, "float32", draft=3, pages=Pages(1 + ROWS * each, page))
-    before = jax.tree.map(lambda x: np.asarray(x[0]), cache)
+    pools = Pages(1 + ROWS * each, page)
+    cache = jax.jit(lambda: s.decoder.init_cache(ROWS + 1, LENGTH, "float32", draft=3, pages=pools))()
+    before = jax.tree.map(lambda x: np.asarray(x)[0], cache)
     cache = check_draft_verify(s, cache=cache, **places)
     for path, old in jax.tree_util.tree_leaves_with_path(before):  # page 0 and slot 0 belong to nobody
         new = functools.reduce(
             lambda node, key: getattr(node, key.name) if hasattr(key, "name") else node[key.key], path, cache
         )
-        np.testing.assert_array_equal(np.asarray(new[0]), old)
+        np.testing.assert_array_equal(np.asarray(new)[0], old)
 
 
 def check_draft_verify(s: Subject, draft: int = 3, cache: Any = None, **places: Any) -> Any:
     """Draft, verify, accept a random number per row, go on: every committed token's logits equal the full forward."""
     b, rng = ROWS, np.random.default_rng(0)
-    truth = np.asarray(s.tokens(b, seed=3))
-    full = s.full(Context.whole(jnp.asarray(truth)))
+    truth = s.tokens(b, seed=3)
+    full = s.full(truth)
     prompt = rng.integers(1, draft + 2, b).astype(np.int32)
     cache = s.cache(draft) if cache is None else cache
-    cache, logits = s.step(Context.step(truth[:, : 1 + draft], np.zeros(b), prompt, **places), cache)
+    cache, logits = s.step(cache, truth[:, : 1 + draft], np.zeros(b), prompt, **places)
     for r in range(b):
         close(logits[r, : prompt[r]], full[r, : prompt[r]])
     lengths, accepted, rounds = prompt.copy(), np.zeros(b, np.int32), 0
@@ -180,8 +213,8 @@ def check_draft_verify(s: Subject, draft: int = 3, cache: Any = None, **places: 
         for r in range(b):
             if live[r] and good[r] < draft:
                 feed[r, 1 + good[r]] = (feed[r, 1 + good[r]] + 1) % VOCAB
-        ctx = Context.step(feed, lengths, live * (1 + draft), tentative=live * draft, accepted=accepted, **places)
-        cache, logits = s.step(ctx, cache)
+        new, tentative = live * (1 + draft), live * draft
+        cache, logits = s.step(cache, feed, lengths, new, tentative=tentative, accepted=accepted, **places)
         for r in np.flatnonzero(live):
             close(logits[r, : 1 + good[r]], full[r, lengths[r] : lengths[r] + 1 + good[r]])
         lengths, accepted, rounds = lengths + live, good, rounds + 1
@@ -192,12 +225,12 @@ def check_draft_verify(s: Subject, draft: int = 3, cache: Any = None, **places: 
 def check_batch_mates(s: Subject) -> None:
     """A row's logits do not depend on the other rows, whole or decoding."""
     tokens = s.tokens(3)
-    others = tokens.at[1:].set((tokens[1:] + 7) % VOCAB)
-    np.testing.assert_array_equal(s.full(Context.whole(tokens))[0], s.full(Context.whole(others))[0])
+    others = np.concatenate([tokens[:1], (tokens[1:] + 7) % VOCAB])
+    np.testing.assert_array_equal(s.full(tokens)[0], s.full(others)[0])
     outs = []
     for batch, new in ((tokens, [4, 6, 2]), (others, [4, 1, 3])):
-        cache, _ = s.step(Context.step(batch, jnp.zeros(3), jnp.array(new)), s.cache())
-        outs.append(s.step(Context.step(batch[:, 4:5], jnp.array(new)), cache)[1][0])
+        cache, _ = s.step(s.cache(), batch, np.zeros(3), new)
+        outs.append(s.step(cache, batch[:, 4:5], new)[1][0])
     np.testing.assert_array_equal(outs[0], outs[1])
 
 
@@ -205,10 +238,11 @@ def check_bf16_gradients(s: Subject) -> None:
     """bf16 compute: loss and every gradient are finite, and each trainable parameter has one."""
     model = s.model.clone(dtype="bfloat16")
     trainable = jax.tree.map(lambda box: box.trainable, declare(model), is_leaf=is_declared)
-    ctx = Context.whole(s.tokens(), jnp.array([[1] * T, [1] * 5 + [2] * 4 + [0] * 3]), train=True)
+    tokens, segments = s.tokens(), np.array([[1] * T, [1] * 5 + [2] * 4 + [0] * 3])
 
     def loss(part: Any) -> jax.Array:
         params = jax.tree.map(lambda a, p: p if a is None else a, part, s.params, is_leaf=lambda a: a is None)
+        ctx = Context.whole(tokens, segments, train=True)
         out = model.apply({"params": params}, ctx)[1]
         return -jnp.mean(jax.nn.log_softmax(out.logits)[..., 0]) + sum(
             v for k, v in out.aux.items() if k.startswith("loss/")
@@ -226,11 +260,11 @@ def check_bf16_gradients(s: Subject) -> None:
 def check_sharded(s: Subject) -> None:
     """2 x 2 x 2 devices give the logits of one."""
     tokens = s.tokens(4)
-    want = s.full(Context.whole(tokens))
+    want = s.full(tokens)
     mesh = build_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     params = jax.device_put(s.params, param_shardings(declare(s.model), mesh))
     with use_mesh(mesh):
-        got = jax.jit(lambda p, ctx: s.model.apply({"params": p}, ctx)[1].logits)(params, Context.whole(tokens))
+        got = jax.jit(lambda p, tokens: s.model.apply({"params": p}, Context.whole(tokens))[1].logits)(params, tokens)
     close(got, want)
 
 
@@ -263,11 +297,14 @@ def dot_flops(jaxpr: Any) -> int:
     return total
 
 
-def check_flops(s: Subject, b: int = 2, t: int = 1, length: int = 24) -> None:
-    """A decode step's matmul FLOPs are what the jaxpr multiplies."""
-    cache = s.decoder.init_cache(b, length, "float32")
-    ctx = Context.step(jnp.zeros((b, t), jnp.int32), jnp.zeros(b))
-    jaxpr = jax.make_jaxpr(lambda p, c: s.decoder.apply({"params": p}, ctx, c))(s.prepared, cache)
+def check_flops(s: Subject, b: int = FEW_ROWS + 1, t: int = 1, length: int = 24) -> None:
+    """A decode step's matmul FLOPs are what the jaxpr multiplies, of more rows than those whose products are written as sums."""
+    cache = jax.eval_shape(lambda: s.decoder.init_cache(b, length, "float32"))
+
+    def call(params: Any, cache: Any) -> Any:
+        return s.decoder.apply({"params": params}, Context.step(np.zeros((b, t)), np.zeros(b)), cache)
+
+    jaxpr = jax.make_jaxpr(call)(s.prepared, cache)
     assert s.model.cost(b, t, length, "float32").flops == dot_flops(jaxpr.jaxpr)
 
 
@@ -283,7 +320,7 @@ def check_no_copy(s: Subject, length: int = 2048) -> None:
     params = jax.eval_shape(lambda p: decoder.prepare(unstack(model, p)), shapes)
     for b, t in ((1, 1), (4, 1), (1, 4)):
         cache = jax.eval_shape(lambda b=b: decoder.init_cache(b, length, "float32", draft=3))
-        ctx = Context.step(jnp.zeros((b, t), jnp.int32), jnp.zeros(b), tentative=jnp.full(b, t - 1))
+        ctx = jax.eval_shape(lambda b=b, t=t: Context.step(np.zeros((b, t)), np.zeros(b), tentative=np.full(b, t - 1)))
         call = jax.jit(lambda p, ctx, c: decoder.apply({"params": p}, ctx, c), donate_argnums=2)
         compiled = call.lower(params, ctx, cache).compile()
         largest = max((leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)), default=0)

@@ -148,8 +148,9 @@ def test_contract(subject, check):
 
 
 def test_the_unstacked_layout_gives_the_same(subject):
-    ctx = Context.whole(subject.tokens())
-    contract.close(subject.decoder.apply({"params": subject.flat}, ctx)[1].logits, subject.full(ctx))
+    tokens = subject.tokens()
+    logits = jax.jit(lambda p: subject.decoder.apply({"params": p}, Context.whole(tokens))[1].logits)(subject.flat)
+    contract.close(logits, subject.full(tokens))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ batched."""
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,15 +14,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.layers.base import Context
+from jaxllm.layers.mtp import ahead
 from jaxllm.mesh import Rules
-from jaxllm.model import LanguageModel
+from jaxllm.model import LanguageModel, Out
 from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
 from jaxllm.training.feed import place
-from jaxllm.training.losses import backbone, bits_per_byte, next_token, perplexity
+from jaxllm.training.losses import backbone, bits_per_byte, labels_ahead, next_token, perplexity, top_tokens
 
 
 class Evaluator:
-    """Compiled once a model; `evaluate(params, batches)` then gives `{loss, bpb, perplexity, accuracy, tokens}`.
+    """Compiled once a model; `evaluate(params, batches)` then gives `{loss, bpb, perplexity, accuracy, tokens}`, and of each MTP module
+    `mtp_<k>/{loss, agreement, accepted}`: how often it chooses what the trunk chooses k positions later with the true tokens before it, and
+    how often it and all modules before it do, which is what greedy drafts of k tokens come to.
 
     token_bytes: UTF-8 bytes of each id, int32 `[vocab]`, 0 for specials: the loss of a document's end counts, its zero
     bytes do not. None: no bits per byte.
@@ -43,7 +47,8 @@ class Evaluator:
             widths = widths.at[: len(token_bytes)].set(jnp.asarray(token_bytes, jnp.int32))
 
         def sums(params: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"])
+            capture = () if model.mtp is None else ("mtp",)
+            ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"], capture=capture)
             out = backbone(model, params, ctx)
             _, stats = next_token(model, params, out.hidden, batch, chunk=DEFAULT_CHUNK * shards)
             size = jnp.where(batch["weights"] > 0, widths[batch["labels"]], 0)
@@ -52,7 +57,24 @@ class Evaluator:
                 "correct": stats.correct,
                 "weight": jnp.sum(batch["weights"]),
                 "bytes": jnp.sum(size),
+                **drafted(params, out, batch),
             }
+
+        def drafted(params: Mapping[str, Any], out: Out, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+            """Sums of each MTP module."""
+            found: dict[str, jax.Array] = {}
+            heads = out.capture.get("mtp", ())
+            trunk = top_tokens(model, params, out.hidden, DEFAULT_CHUNK * shards) if len(heads) else None
+            accepted = jnp.ones(batch["tokens"].shape, bool)
+            for k, head in enumerate(heads, 1):
+                labels = labels_ahead(batch, k)
+                _, stats = next_token(model, params, head, labels, chunk=DEFAULT_CHUNK * shards)
+                agree = top_tokens(model, params, head, DEFAULT_CHUNK * shards) == ahead(trunk, k)
+                accepted = accepted & agree
+                found |= {f"mtp_{k}/nll": stats.nll, f"mtp_{k}/weight": jnp.sum(labels["weights"])}
+                found |= {f"mtp_{k}/agreement": jnp.sum(agree * labels["weights"])}
+                found |= {f"mtp_{k}/accepted": jnp.sum(accepted * labels["weights"])}
+            return found
 
         self._sums: Callable[..., dict[str, jax.Array]] = jax.jit(sums)
 
@@ -60,7 +82,7 @@ class Evaluator:
         self, params: Mapping[str, Any], batches: Iterable[Mapping[str, np.ndarray]], limit: int | None = None
     ) -> dict[str, float]:
         """Over `batches` (at most `limit` of them). Sums are added in double precision on the host."""
-        total = dict.fromkeys(("nll", "correct", "weight", "bytes"), 0.0)
+        total = collections.Counter[str]()
         pending: dict[str, jax.Array] | None = None
         for n, batch in enumerate(batches):
             if limit is not None and n >= limit:
@@ -76,9 +98,20 @@ class Evaluator:
             "perplexity": perplexity(loss),
             "accuracy": total["correct"] / total["weight"] if total["weight"] else math.nan,
             "tokens": int(total["weight"]),
+            **_of_modules(total),
         }
 
 
-def _add(total: dict[str, float], sums: Mapping[str, jax.Array] | None) -> None:
+def _of_modules(total: Mapping[str, float]) -> dict[str, float]:
+    """Means over the tokens that a module is judged by; nan where there is none."""
+    found = {}
+    for stem in [key.removesuffix("weight") for key in total if key.startswith("mtp_") and key.endswith("/weight")]:
+        for name, key in {"loss": "nll", "agreement": "agreement", "accepted": "accepted"}.items():
+            count = total[f"{stem}weight"]
+            found[stem + name] = total[stem + key] / count if count else math.nan
+    return found
+
+
+def _add(total: collections.Counter[str], sums: Mapping[str, jax.Array] | None) -> None:
     for name, value in (sums or {}).items():
         total[name] += float(value)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.layers.base import Context
+from jaxllm.layers.mtp import ahead, within
 from jaxllm.mesh import shard
 from jaxllm.model import LanguageModel, Out
 from jaxllm.ops.cross_entropy import DEFAULT_CHUNK, TokenStats, chunked_cross_entropy
@@ -67,6 +68,28 @@ def next_token(
         z_loss=z_loss,
         chunk=chunk,
     )
+
+
+def labels_ahead(batch: Batch, k: int) -> dict[str, jax.Array]:
+    """Labels and weights `k` positions later, weight 0 where that is another document: what MTP module k is judged by."""
+    weights = jnp.where(within(batch["segments"], k), ahead(batch["weights"], k), 0.0)
+    return {"labels": ahead(batch["labels"], k), "weights": weights}
+
+
+def top_tokens(
+    model: LanguageModel, params: Mapping[str, Any], hidden: jax.Array, chunk: int = DEFAULT_CHUNK
+) -> jax.Array:
+    """The likeliest next token of each position, int32 `[b t]`, from hidden states `[b t d]`; about `chunk` tokens' logits live at a time."""
+    b, t, d = hidden.shape
+    count = -(-t // max(1, chunk // b))
+    width = -(-t // count)
+    cut = jnp.pad(hidden, ((0, 0), (0, count * width - t), (0, 0))).reshape(b, count, width, d)
+
+    def best(h: jax.Array) -> jax.Array:
+        logits: Any = model.apply({"params": params}, h, method="head")
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    return jnp.moveaxis(jax.lax.map(best, jnp.moveaxis(cut, 1, 0)), 0, 1).reshape(b, -1)[:, :t]
 
 
 def bits_per_byte(nll_sum: float, byte_sum: float) -> float:

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
-from jaxllm.layers.mtp import ahead, within
 from jaxllm.model import LanguageModel, Out
 from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
-from jaxllm.training.losses import Batch, mean, next_token, trained_tokens, valid_tokens
+from jaxllm.training.losses import Batch, labels_ahead, mean, next_token, trained_tokens, valid_tokens
 from jaxllm.training.schedules import Schedule
 
 Params = Mapping[str, Any]
@@ -114,13 +113,8 @@ class MultiToken(Objective):
         if self.depth < 1 or self.chunk < 1:
             raise UserError(f"depth: {self.depth} and chunk: {self.chunk} must be at least 1")
 
-    def labels(self, batch: Batch) -> dict[str, jax.Array]:
-        """Labels and weights `depth` positions later, weight 0 where that is another document."""
-        weights = jnp.where(within(batch["segments"], self.depth), ahead(batch["weights"], self.depth), 0.0)
-        return {"labels": ahead(batch["labels"], self.depth), "weights": weights}
-
     def count(self, batch: Batch) -> jax.Array:
-        return trained_tokens(self.labels(batch))
+        return trained_tokens(labels_ahead(batch, self.depth))
 
     def __call__(self, forward: Forward) -> tuple[jax.Array, dict[str, jax.Array]]:
         heads = forward.out.capture.get("mtp", ())
@@ -128,7 +122,7 @@ class MultiToken(Objective):
             raise UserError(
                 f"objective.*.depth: {self.depth}, but the model has {len(heads)} MTP modules; set model.mtp.depth"
             )
-        hidden, batch = heads[self.depth - 1], self.labels(forward.batch)
+        hidden, batch = heads[self.depth - 1], labels_ahead(forward.batch, self.depth)
         chunk = self.chunk * forward.shards
         loss, stats = next_token(forward.model, forward.params, hidden, batch, chunk=chunk)
         return loss, {"accuracy": stats.correct}

@@ -8,6 +8,8 @@ import numpy as np
 from jaxllm.layers.base import Context
 from jaxllm.layers.mtp import ChainedMTP
 from jaxllm.params import init_params, unstack
+from jaxllm.training.evaluation import Evaluator
+from jaxllm.training.losses import backbone
 from jaxllm.training.objectives import MultiToken, NextToken
 
 MTP = functools.partial(ChainedMTP, mixer="global", ffn="dense", depth=2)
@@ -42,3 +44,32 @@ def test_a_cache_and_a_plain_call_ignore_the_heads(tiny):
     step = Context.step(tokens, np.zeros(1), capture=("mtp",))
     _, out = decoder.apply({"params": flat}, step, decoder.init_cache(1, 16))
     np.testing.assert_allclose(out.logits, want, atol=1e-5)
+
+
+def test_agreement_with_the_trunk_by_hand(tiny):
+    """Module k at i against the trunk at i + k, both by whole logits; packed documents, one of them too short for depth 2."""
+    model = tiny.model(mtp=MTP)
+    params = init_params(model, jax.random.key(2))
+    batch = {name: np.asarray(value) for name, value in tiny.batch(rows=2, length=16, seed=1).items()}
+    got = Evaluator(model)(params, [batch])
+    ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"], capture=("mtp",))
+    out = backbone(model, params, ctx)
+
+    def choices(hidden):
+        return np.asarray(model.apply({"params": params}, hidden, method="head")).argmax(-1)
+
+    trunk, heads = choices(out.hidden), [choices(h) for h in out.capture["mtp"]]
+    segments, weights = batch["segments"], batch["weights"]
+    judged = [
+        [(r, i) for r, i in np.ndindex(2, 16 - k) if segments[r, i] == segments[r, i + k] > 0 and weights[r, i + k]]
+        for k in (1, 2)
+    ]
+    agree = {(k, r, i): heads[k - 1][r, i] == trunk[r, i + k] for k in (1, 2) for r, i in judged[k - 1]}
+    for k in (1, 2):
+        np.testing.assert_allclose(
+            got[f"mtp_{k}/agreement"], np.mean([agree[k, r, i] for r, i in judged[k - 1]]), rtol=1e-6
+        )
+    both = [agree[1, r, i] and agree[2, r, i] for r, i in judged[1]]
+    np.testing.assert_allclose(got["mtp_2/accepted"], np.mean(both), rtol=1e-6)
+    assert 0 < got["mtp_1/agreement"] < 1 and got["mtp_1/accepted"] == got["mtp_1/agreement"]
+    assert got["mtp_2/loss"] > 0 and got["tokens"] == weights.sum()

@@ -64,7 +64,9 @@ class Evaluator:
             """Sums of each MTP module."""
             found: dict[str, jax.Array] = {}
             heads = out.capture.get("mtp", ())
-            trunk = top_tokens(model, params, out.hidden, DEFAULT_CHUNK * shards) if len(heads) else None
+            if not len(heads):
+                return found
+            trunk = top_tokens(model, params, out.hidden, DEFAULT_CHUNK * shards)
             accepted = jnp.ones(batch["tokens"].shape, bool)
             for k, head in enumerate(heads, 1):
                 labels = labels_ahead(batch, k)
@@ -82,7 +84,7 @@ class Evaluator:
         self, params: Mapping[str, Any], batches: Iterable[Mapping[str, np.ndarray]], limit: int | None = None
     ) -> dict[str, float]:
         """Over `batches` (at most `limit` of them). Sums are added in double precision on the host."""
-        total = collections.Counter[str]()
+        total: dict[str, float] = collections.defaultdict(float)
         pending: dict[str, jax.Array] | None = None
         for n, batch in enumerate(batches):
             if limit is not None and n >= limit:
@@ -112,6 +114,6 @@ def _of_modules(total: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _add(total: collections.Counter[str], sums: Mapping[str, jax.Array] | None) -> None:
+def _add(total: dict[str, float], sums: Mapping[str, jax.Array] | None) -> None:
     for name, value in (sums or {}).items():
         total[name] += float(value)

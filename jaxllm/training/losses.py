@@ -79,7 +79,7 @@ def labels_ahead(batch: Batch, k: int) -> dict[str, jax.Array]:
 def top_tokens(
     model: LanguageModel, params: Mapping[str, Any], hidden: jax.Array, chunk: int = DEFAULT_CHUNK
 ) -> jax.Array:
-    """The likeliest next token of each position, int32 `[b t]`, from hidden states `[b t d]`; about `chunk` tokens' logits live at a time."""
+    """The likeliest next token of each position, int32 `[b t]`, from hidden states `[b t d]`; logits of about `chunk` tokens at a time."""
     b, t, d = hidden.shape
     count = -(-t // max(1, chunk // b))
     width = -(-t // count)

@@ -53,13 +53,15 @@ def by_queries(f: Callable[..., Any], arrays: Any, c: int) -> Any:
     if t <= c:
         return body(arrays)
 
-    def cut(x: Array) -> Array:
+    count = -(-t // c)
+
+    def cut(x: Array) -> Array:  # an array may have channels of width 0, so that no size can be left open
         x = jnp.pad(x, ((0, 0), (0, -t % c)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, c, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(x.shape[0], count, c, *x.shape[2:]), 1, 0)
 
     def join(x: Array) -> Array:
         x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]
+        return x.reshape(x.shape[0], count * c, *x.shape[3:])[:, :t]
 
     return jax.tree.map(join, lax.map(body, jax.tree.map(cut, arrays)))
 

@@ -65,6 +65,9 @@ def test_values_may_be_the_first_keys_as_in_absorbed_latent_attention():
     first = attend_gathered((q[..., :2], q[..., 2:]), (k[..., :2], k[..., 2:]), None, index, scale=1.0)[0]
     second = attend_gathered((q,), (k,), k[..., :2], index, scale=1.0)[0]
     np.testing.assert_allclose(first, second, atol=1e-6)
+    none = q[..., :0], k[..., :0]  # latents without turned channels, in blocks of queries
+    third = attend_gathered((q, none[0]), (k, none[1]), k[..., :2], index, scale=1.0, size=900)[0]
+    np.testing.assert_allclose(third, second, atol=1e-6)
 
 
 def test_the_gradient_of_the_divergence_is_softmax_minus_target_and_nothing_for_the_target():

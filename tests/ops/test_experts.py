@@ -1,6 +1,7 @@
 """Every path of the experts equals the naive one, whatever the routing: outputs and all gradients."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -198,3 +199,31 @@ def test_each_platform_has_its_path():
     assert choose("auto", 4, 16, platform="cpu") == "few"
     assert choose("auto", 4096, 16, platform="gpu") == choose("expert_parallel", 4, 16, platform="tpu") == "ragged"
     assert choose("sorted", 4, 16, platform="gpu") == "sorted"
+
+
+def sizes(jaxpr):
+    """Elements of every array that a jaxpr makes, in its inner ones too."""
+    for eqn in jaxpr.eqns:
+        yield from (math.prod(out.aval.shape) for out in eqn.outvars)
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from sizes(inner)
+
+
+@pytest.mark.parametrize("path", ["sorted", "capacity"])
+def test_no_array_has_tokens_times_experts_times_room(path):
+    """The one-hot dispatch of GShard: forward and backward are traced, nothing is compiled."""
+    n, e, room = 512, 16, 80
+
+    def loss(x, p, w):
+        if path == "sorted":
+            return jnp.sum(experts_sorted(x, experts, p, w, SWIGLU))
+        return jnp.sum(experts_capacity(x, experts, p, w, SWIGLU, room)[0])
+
+    experts = jnp.asarray(np.arange(2 * n).reshape(n, 2) % e, jnp.int32)
+    made = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(
+        numbers(n, D), jnp.ones((n, 2)), make_experts(e, bias=False)
+    )
+    assert max(sizes(made.jaxpr)) <= 2 * max(n * 2, e * room) * F < n * e * room / 8

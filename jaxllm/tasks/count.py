@@ -25,6 +25,7 @@ from jaxllm.mesh import abstract_mesh, param_shardings
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, is_declared, path_name
 from jaxllm.tasks import TaskIO
+from jaxllm.tasks.calculate import answers
 from jaxllm.training.losses import backbone
 from jaxllm.training.objectives import Forward, total_loss
 from jaxllm.training.settings import TrainSettings
@@ -37,17 +38,33 @@ TRACED = 12  # layers, a scanned one counted once, that `activation_bytes` trace
 class CountSettings:
     """context: tokens a row, batch: rows; null = the training configuration's (phase train) or 1024 and 1. phase: what one token is
     part of: a decode step with `context` tokens before it, a prefill of `context` tokens, or a training step on them. collectives: also
-    compile a train step for the mesh (seconds to minutes) and list what its devices say to each other."""
+    compile a train step for the mesh (seconds to minutes) and list what its devices say to each other.
+
+    Questions, each answered when asked (`jaxllm.tasks.calculate`): memory_gb: how many rows fit? devices: bytes of one by ZeRO stage.
+    accept: probability that a drafted token is kept, with draft tokens a step that cost draft_cost steps each: how fast is speculation?
+    tools: an HTML file to write, with calculators and sliders."""
 
     context: int | None = None
     batch: int | None = None
     phase: Literal["decode", "prefill", "train"] = "decode"
     collectives: bool = False
+    memory_gb: float | None = None
+    devices: int | None = None
+    accept: float | None = None
+    draft: int = 4
+    draft_cost: float = 0.0
+    tools: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch"):
+        for name in ("context", "batch", "devices"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name}: {value} must be at least 1")
+        if self.memory_gb is not None and self.memory_gb <= 0:
+            raise UserError(f"memory_gb: {self.memory_gb:g} must be above 0")
+        if self.accept is not None and not 0 <= self.accept <= 1:
+            raise UserError(f"accept: {self.accept:g} must be a probability, in [0, 1]")
+        if self.draft < 0 or self.draft_cost < 0:
+            raise UserError(f"draft: {self.draft} and draft_cost: {self.draft_cost:g} must be at least 0")
 
 
 def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
@@ -91,6 +108,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     }
     for line in summary(result):
         io.log(line)
+    result |= answers(cfg, io, settings, result)
     if settings.collectives:
         from jaxllm.tasks.collectives import of_train_step
 

@@ -180,3 +180,30 @@ def test_equal_shapes_that_are_split_differently_keep_their_own_share():
         "mesh.rules.embed=null",
     )[1]["train_bytes_parts"]
     assert parts["optimiser"] == 2 * parts["params"] + 4  # two moments and a count
+
+
+def test_users_zero_stages_and_speculation(tmp_path):
+    """The questions of `count.*`, from this model's own bytes; nothing is answered unasked."""
+    page = tmp_path / "tools.html"
+    asked = [
+        "count.context=1000",
+        "count.memory_gb=0.01",
+        "count.devices=4",
+        "count.accept=0.5",
+        "count.draft=1",
+        f"count.tools={page}",
+    ]
+    _, result = run(*asked, "mesh=single", "model.dtype=float32")
+    row = result["cache_bytes_total"]
+    assert result["users"] == (10_000_000 - 4 * result["params_total"]) // row > 0
+    parts, by_zero = result["train_bytes_parts"], result["train_bytes_by_zero"]
+    assert by_zero["0"] == result["train_bytes"]
+    assert by_zero["3"] == round((parts["params"] + parts["grads"] + parts["optimiser"]) / 4 + parts["activations"])
+    assert result["speculative"] == {"tokens_per_step": 1.5, "speedup": 1.5}
+    assert "Calculators" in page.read_text()
+
+
+@pytest.mark.parametrize("setting", ["memory_gb=0", "accept=1.5", "draft=-1", "devices=0"])
+def test_questions_without_sense_are_refused(setting):
+    with pytest.raises(UserError, match=setting.split("=")[0]):
+        compose([*SMALL, "task=count", f"count.{setting}"])

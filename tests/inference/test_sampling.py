@@ -7,7 +7,17 @@ import pytest
 
 from jaxllm.errors import UserError
 from jaxllm.inference import sampling
-from jaxllm.inference.sampling import Sampling, SamplingParams, chosen_logprobs, filter_logits, keep, sample
+from jaxllm.inference.sampling import (
+    History,
+    Sampling,
+    SamplingParams,
+    Wishes,
+    adjust,
+    chosen_logprobs,
+    filter_logits,
+    keep,
+    sample,
+)
 
 VOCAB, PADDED = 97, 128  # every test runs with a padded head whose extra ids would win if they could be drawn
 SMALL, LARGE = 8, 4096  # two batch sizes for all tests, so that each function is compiled twice at most
@@ -272,3 +282,23 @@ def test_wrong_parameters_are_named(bad, named):
 def test_good_parameters_pass():
     assert SamplingParams(0.0, 0, 1.0, 0.0, 3).check().seed == 3
     assert sampling.GREEDY.check().temperature == 0.0
+
+
+def test_penalties_and_wishes_are_their_formulas():
+    """Repetition divides what is above 0 and multiplies what is below; counts of the output alone; stops wait for their position."""
+    none = SamplingParams()
+    params = [
+        none._replace(repetition_penalty=2.0),
+        none._replace(presence_penalty=0.5, frequency_penalty=0.25),
+        none._replace(min_tokens=3),
+        none._replace(min_tokens=3),
+    ]
+    wishes = Wishes.rows(params, until=[0, 0, 10, 10], stops=[[], [], [2], [2]])
+    history = History(
+        counts=jnp.array([[0, 1, 0], [2, 0, 1], [0, 0, 0], [0, 0, 0]]),
+        prompt=jnp.array([[True, False, False], [False, True, False], [False] * 3, [False] * 3]),
+        bias=jnp.zeros((4, 3)).at[2, 0].set(7.0),
+    )
+    got = adjust(jnp.tile(jnp.array([2.0, -2.0, 1.0]), (4, 1)), history, wishes, jnp.array([0, 0, 9, 10]))
+    want = [[1.0, -4.0, 1.0], [2 - 0.5 - 0.5, -2.0, 1 - 0.25 - 0.5], [9.0, -2.0, -np.inf], [2.0, -2.0, 1.0]]
+    np.testing.assert_allclose(got, want, rtol=1e-6)

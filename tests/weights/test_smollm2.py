@@ -4,6 +4,7 @@ The reference numbers are float32 with eager attention and no BOS. The file is f
 """
 
 import importlib.util
+import io
 import subprocess
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.compose import compose
 from jaxllm.inference.chat import ChatTemplate
-from jaxllm.inference.generate import Generator
-from jaxllm.inference.sampling import GREEDY
 from jaxllm.layers.base import Context
+from jaxllm.tasks import TaskIO, generate
 from jaxllm.tasks.source import open_source
 
 pytest.importorskip("gguf", reason="reading GGUF files needs the extra `gguf`")
@@ -107,22 +108,31 @@ def test_perplexity_of_the_sonnets(source, hidden):
     assert total / 1023 == pytest.approx(4.03659, abs=2e-5)
 
 
-def test_a_chat_answers_rome(source):
-    """Prefill and decode with the cache, on the tokens that the file's own template gives."""
-    chat = ChatTemplate(source.tokenizer)
-    ids = chat.encode([{"role": "user", "content": "What is the capital of Italy? Answer in one sentence."}])
-    assert len(ids) == 42 and ids[0] == 1 and ids[-4:] == [1, 520, 9531, 198]
-    generator = Generator(source.model, source.tokenizer)
-    pieces = []
-    done, _ = generator.generate(
-        generator.prepare(source.params),
-        [ids],
-        max_new_tokens=16,
-        sampling=GREEDY,
-        on_text=lambda _, t: pieces.append(t),
-    )
-    assert done[0].text == "The capital of Italy is Rome." and done[0].finish == "stop"
-    assert len(pieces) > 3 and "".join(pieces) == done[0].text  # streamed, not handed over at the end
+class Pieces(io.StringIO):
+    """A stream that keeps what it was given piece by piece."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces = []
+
+    def write(self, text):
+        self.pieces.append(text)
+        return len(text)
+
+
+def test_the_experiment_answers_rome(source, monkeypatch):
+    """`+experiment=smollm2_chat` as it stands: prefill and decode with the cache, on the tokens that the file's own template gives."""
+    cfg, shown = compose(["+experiment=smollm2_chat"]), Pieces()
+    settings = cfg.section("generate")
+    turns = [{"role": "system", "content": settings.system}, {"role": "user", "content": settings.prompt}]
+    ids = ChatTemplate(source.tokenizer).encode(turns)
+    assert ids[0] == 1 and ids[-4:] == [1, 520, 9531, 198]
+    monkeypatch.setattr(generate, "open_source", lambda path, **_: source)  # which is that file, opened once
+    result = generate.run(cfg, TaskIO(out=io.StringIO(), err=shown))
+    assert result["prompt_tokens"] == len(ids) and result["finish"] == "stop"
+    assert result["text"].startswith("The capital of Italy is Rome")
+    said = [piece for piece in shown.pieces if piece and piece in result["text"]]
+    assert len(said) > 3 and "".join(shown.pieces).count(result["text"]) == 1  # streamed, not handed over at the end
 
 
 def test_configuration(source):

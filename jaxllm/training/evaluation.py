@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxllm.layers.base import Context
 from jaxllm.layers.mtp import ahead
+from jaxllm.measure.watch import Recompiled
 from jaxllm.mesh import Rules
 from jaxllm.model import LanguageModel, Out
 from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
@@ -28,7 +29,7 @@ class Evaluator:
     how often it and all modules before it do, which is what greedy drafts of k tokens come to.
 
     token_bytes: UTF-8 bytes of each id, int32 `[vocab]`, 0 for specials: the loss of a document's end counts, its zero
-    bytes do not. None: no bits per byte.
+    bytes do not. None: no bits per byte. log: told when a batch of another shape makes it compile again.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Evaluator:
         mesh: Mesh | None = None,
         rules: Rules | None = None,
         shards: int = 1,
+        log: Callable[[str], None] | None = None,
     ):
         self.mesh, self.rules = mesh, rules
         self.has_bytes = token_bytes is not None
@@ -79,6 +81,8 @@ class Evaluator:
             return found
 
         self._sums: Callable[..., dict[str, jax.Array]] = jax.jit(sums)
+        if log is not None:
+            self._sums = Recompiled(self._sums, "validation", log)
 
     def __call__(
         self, params: Mapping[str, Any], batches: Iterable[Mapping[str, np.ndarray]], limit: int | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +26,7 @@ from jaxllm.data.loader import Loader
 from jaxllm.errors import UserError
 from jaxllm.measure.memory import check_room
 from jaxllm.measure.trackers import Tracker
+from jaxllm.measure.watch import SlowInput, outliers
 from jaxllm.mesh import Rules, batch_sharding, check_batch, use_mesh
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare
@@ -130,6 +132,9 @@ class Loop:
         self._flight: InFlight | None = None
         self._new_compile_s: float | None = None
         self._flops = 0.0
+        self._slow = SlowInput(outside.log)
+        self._starved = 0.0  # seconds the device may have waited for the batch of the step in flight
+        self._unlike: set[str] = set()  # parameters that were named already
 
     def run(self, state: TrainState) -> Result:
         """From where `state` stands to the end, or to a request to stop; both end validated (if not stopped) and
@@ -163,7 +168,14 @@ class Loop:
     def _stage(self, stage: Stage, state: TrainState) -> tuple[TrainState, bool]:
         begin, last = int(state.step), stage is self.stages[-1]
         data = self.data(stage)
-        evaluator = Evaluator(stage.model, data.token_bytes, mesh=self.mesh, rules=self.rules, shards=self.shards)
+        evaluator = Evaluator(
+            stage.model,
+            data.token_bytes,
+            mesh=self.mesh,
+            rules=self.rules,
+            shards=self.shards,
+            log=self.outside.log,
+        )
         evaluate = self._evaluation(evaluator, data)
         if begin >= stage.end:  # nothing left to train: a finished run that was started once more
             if last:
@@ -202,7 +214,9 @@ class Loop:
                     if stopping:
                         return state, True
                     if step + 1 < stage.end:
+                        start = time.perf_counter()
                         index, batch = next(feed)
+                        self._starved = time.perf_counter() - start if _arrived(self._flight) else 0.0
         finally:
             feed.close()
         return state, False
@@ -226,6 +240,7 @@ class Loop:
             free=stage.free,
             shards=self.shards,
             declared=self.declared,
+            watch=self.settings.watch,
         )
         self.outside.progress(f"compiling the train step ({stage.batch_size} x {stage.seq_len} tokens)")
         compiled, seconds = compile_step(step, state, place(batch, self.mesh, self.rules), self.mesh)
@@ -305,6 +320,7 @@ class Loop:
         done = flight.step + 1
         tokens = int(flight.metrics["tokens"])  # blocks
         seconds = self.clock.arrived(tokens)
+        self._slow.add(self._starved, seconds)
         self.tokens += tokens
         finite = bool(flight.metrics["finite"])
         if finite:
@@ -350,9 +366,27 @@ class Loop:
         if self._new_compile_s is not None:
             record["train/compile_s"], self._new_compile_s = self._new_compile_s, None
         self.outside.tracker.log(done, record)
+        if self.settings.watch:
+            self._name_outliers(done, metrics)
+
+    def _name_outliers(self, done: int, metrics: Mapping[str, jax.Array]) -> None:
+        """With `train.watch`: each parameter that moves unlike the rest is named once."""
+        head = "watch/update_ratio/"
+        ratios = {name.removeprefix(head): value for name, value in metrics.items() if name.startswith(head)}
+        for line in outliers(jax.device_get(ratios)):
+            name = line.partition(":")[0]
+            if name not in self._unlike:
+                self._unlike.add(name)
+                self.outside.log(f"step {done}: {line}")
 
     def _mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh, self.rules)
+
+
+def _arrived(flight: InFlight | None) -> bool:
+    """Is the device done with it? Not told by every array; then it is taken to be busy."""
+    ready = None if flight is None else getattr(flight.metrics["loss"], "is_ready", None)
+    return ready is not None and bool(ready())
 
 
 class _Ended(Exception):

@@ -20,7 +20,7 @@ class TrainSettings:
     log_every: steps between two records of the tracker. sample_*: texts continued by the model; no tokens = no samples.
     nonfinite: what a loss or gradient that is not finite does: `skip` the step (nothing moves), `stop` the run, or
     `dump` the batch and the first bad layer into the run folder, then skip. max_skipped: that many in a row stop the
-    run whatever.
+    run whatever. watch: log gradient norm and relative update of every parameter, and name those that move unlike the rest.
     """
 
     steps: int = 1000
@@ -40,6 +40,7 @@ class TrainSettings:
     nonfinite: NonFinite = "skip"
     max_skipped: int = 50
     prefetch: int = 2
+    watch: bool = False
 
     def __post_init__(self) -> None:
         for name in (

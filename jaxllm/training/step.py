@@ -41,6 +41,7 @@ def make_train_step(
     free: Tree | None = None,
     shards: int = 1,
     declared: Tree | None = None,
+    watch: bool = False,
 ) -> Step:
     """`step(state, batch, total_updates) -> (state, metrics)`, to be jitted with a donated state.
 
@@ -48,7 +49,9 @@ def make_train_step(
     schedules end at. It is an argument, so that a longer run uses the program that is already compiled. free: tree of
     booleans, false where this stage freezes a parameter; default none. shards: devices that split the batch. Metrics
     are scalars (float32 unless counts): loss, grad_norm, param_norm, update_norm, lr, tokens (not padding),
-    trained_tokens, finite, skipped, one entry an objective; and the layers' `metric/*`.
+    trained_tokens, finite, skipped, one entry an objective; and the layers' `metric/*`. watch: also
+    `watch/grad_norm/<path>` and `watch/update_ratio/<path>`, the norm of a parameter's update over its own; one number a
+    repeat for scanned ones.
     """
     declared = declare(model) if declared is None else declared
     trainable = trained(declared)
@@ -140,9 +143,27 @@ def make_train_step(
             "finite": finite,
             "skipped": new.skipped,
         }
+        if watch:
+            metrics |= by_parameter(declared, grads, updates, exact)
         return new, {**report["shares"], **report["metrics"], **metrics}
 
     return step
+
+
+def by_parameter(declared: Tree, grads: Tree, updates: Tree, params: Tree) -> Metrics:
+    """Gradient norm, and update norm over parameter norm, of every parameter that has them, a number a repeat where it is scanned."""
+    boxes, values = leaves_by_path(declared, is_declared), leaves_by_path(params)
+    moved, out = leaves_by_path(updates), {}
+
+    def norm(name: str, x: jax.Array) -> jax.Array:
+        first = 1 if boxes[name].names and boxes[name].names[0] == "layers" else 0
+        return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(first, x.ndim))))
+
+    for name, gradient in leaves_by_path(grads).items():
+        out[f"watch/grad_norm/{name}"] = norm(name, gradient)
+        if name in moved:
+            out[f"watch/update_ratio/{name}"] = norm(name, moved[name]) / norm(name, values[name])
+    return out
 
 
 def split_rows(batch: Batch, parts: int) -> dict[str, jax.Array]:

@@ -257,8 +257,16 @@ class Choosing(Layer, kw_only=True):
         """Of the queries `at`, whose attention is `query [b n h k]` on all of `key [b g s k]`."""
         seen, pools = self._sight(ctx, at)
         q, w, k, query, key = jax.lax.stop_gradient((*scorer, query, key))
-        options = {"index_scale": self._index_scale, "scale": scale, "softcap": softcap, "sinks": sinks, "pools": pools}
-        arrays = beside_all((q[:, at], w[:, at], k), (query, key), seen, **options)
+        arrays = beside_all(
+            (q[:, at], w[:, at], k),
+            (query, key),
+            seen,
+            index_scale=self._index_scale,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            pools=pools,
+        )
         return {"metric/recall": mean_recall(*recall_of(*arrays, self.top_k // self.index_pool))}
 
     def _learn_chosen(self, scorer: Scorer, index: Array, mass: Array, ctx: Context) -> Aux:

@@ -81,7 +81,8 @@ def collectives(hlo: str, devices: int) -> list[Collective]:
 
 def _computations(hlo: str) -> Iterator[tuple[str, tuple[str, list[str]]]]:
     """(name, (its first line, its instructions)) of each computation of the program."""
-    name, head, lines = None, "", []
+    name: str | None = None
+    head, lines = "", list[str]()
     for line in hlo.splitlines():
         start = _NAME.match(line.strip()) if line.rstrip().endswith("{") and " = " not in line.split("(")[0] else None
         if start is not None:

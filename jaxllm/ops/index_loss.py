@@ -7,6 +7,8 @@ have, and dL/dI = softmax(I) - p. The target is a constant. Where an index key i
 weight is that of its tokens.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -68,7 +70,7 @@ def imitate_all(
     (q_i, w, k_i), (q, k) = index, lax.stop_gradient(attention)
     t = q.shape[1]
     n = causal_blocks(t)
-    options = {"index_scale": index_scale, "scale": scale, "softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {"index_scale": index_scale, "scale": scale, "softcap": softcap, "sinks": sinks}
 
     @jax.checkpoint
     def block(

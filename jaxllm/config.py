@@ -234,6 +234,8 @@ class Config:
         walk = Nodes(self._allow)
         for name in GROUPS:
             value = self._tree.get(name)
+            if name == "model" and self._tree.get("source") is not None:
+                continue  # a source brings its own: keys of `model` are meant for that one, and judged with it
             if is_node(value):
                 walk.node(value, name)
             elif isinstance(value, Mapping) and name == "objective":

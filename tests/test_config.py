@@ -69,6 +69,16 @@ def test_keys_no_yaml_lists_need_no_plus():
     assert cfg.explicit == {"train.accumulate": 2, "model.mixers.global.softcap": 30, "train.batch_size": 4}
 
 
+def test_keys_of_a_model_are_meant_for_the_source_where_there_is_one():
+    """The composed model has no such role; what opens the source checks them beside its own configuration."""
+    typed = "model.mixers.csa.top_k=2"
+    assert compose(["task=eval", "source=runs/RUN", typed]).explicit["model.mixers.csa.top_k"] == 2
+    with pytest.raises(UserError, match=r"model\.mixers\.csa\.top_k=2: unknown key"):
+        compose(["task=eval", typed])
+    with pytest.raises(UserError, match=r"model\.mixers\.csa\.top_k=2: unknown key"):
+        Config.from_yaml(compose(["model=tiny"]).to_yaml(), {"model.mixers.csa.top_k": 2})
+
+
 def test_mixers_are_swapped_by_role():
     cfg = compose(
         [

@@ -268,7 +268,20 @@ def test_near_misses():
 
 @pytest.mark.parametrize(
     "group",
-    ["model", "mixer", "ffn", "norm", "rope", "residual", "data", "data/tokenizer", "optim", "objective", "track", "chip"],
+    [
+        "model",
+        "mixer",
+        "ffn",
+        "norm",
+        "rope",
+        "residual",
+        "data",
+        "data/tokenizer",
+        "optim",
+        "objective",
+        "track",
+        "chip",
+    ],
 )
 def test_every_yaml_of_ours_may_stand_in_a_saved_config(group):
     for file in (CONF / group).rglob("*.yaml"):

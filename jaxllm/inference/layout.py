@@ -13,7 +13,8 @@ import jax
 from jaxllm.ops.linear import Transposed
 
 # Fused by `prepare` or large by nature, multiplied through `ops.linear.linear`, and with one output axis, the last.
-MATRICES = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj"})
+FFN = frozenset({"gate_up_proj", "up_proj", "down_proj"})
+MATRICES = FFN | {"qkv_proj", "o_proj"}
 
 
 def laid_out(weights: Mapping[str, Any], rows: int) -> dict[str, Any]:
@@ -22,7 +23,9 @@ def laid_out(weights: Mapping[str, Any], rows: int) -> dict[str, Any]:
         return dict(weights)
 
     def one(path: Any, leaf: Any) -> Any:
-        return Transposed.of(leaf) if getattr(path[-1], "key", None) in MATRICES else leaf
+        name = getattr(path[-1], "key", None)
+        of_experts = name in FFN and leaf.ndim > 2  # multiplied all at once, each with rows of its own
+        return Transposed.of(leaf) if name in MATRICES and not of_experts else leaf
 
     return dict(jax.tree_util.tree_map_with_path(one, dict(weights)))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.cache import cache_bytes
+from jaxllm.compose import compose
 from jaxllm.data.tokenizer import Bytes
 from jaxllm.errors import UserError
 from jaxllm.inference.generate import Generator, sample_text, start_ids
@@ -433,3 +434,14 @@ def test_sharded_weights_give_the_same_text():
     assert split.traces == before
     alone, _ = generator.generate(weights, prompts_of(5, 9), max_new_tokens=6, sampling=GREEDY)
     assert [row.tokens for row in rows] == [row.tokens for row in alone]
+
+
+def test_experts_keep_their_layout_whatever_the_rows():
+    """Matrices of all experts are multiplied at once; only what all tokens meet is transposed for several rows."""
+    model = compose(["model=tiny", "model.vocab_size=64", "ffn@model.ffns.dense=moe"]).build("model")
+    generator, params = Generator(model), init_params(model, jax.random.key(0))
+    one, two = (
+        generator.generate(generator.prepare(params, rows=n), [[1, 2, 3]] * n, max_new_tokens=3, sampling=GREEDY)[0]
+        for n in (1, 2)
+    )
+    assert [row.tokens for row in two] == [one[0].tokens] * 2

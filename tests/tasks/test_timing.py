@@ -103,7 +103,8 @@ def test_the_modules_have_names_in_a_profile():
 def test_every_phase_of_a_model_with_every_kind_of_state():
     """A training step, a prefill in pieces, and layers that choose, share, keep a state and route."""
     cfg = compose([*SMALL, "+mixer@model.mixers.k=kda", "+mixer@model.mixers.d=dsa", "+mixer@model.mixers.s=dsa_shared",
-                   "+ffn@model.ffns.moe=moe_aux_free", "model.mixers.d.qk_rope_head_dim=4", "model.mixers.s.qk_rope_head_dim=4", "model.layers=global/dense k/moe d/dense s/dense"])  # fmt: skip
+                   "+ffn@model.ffns.moe=moe_aux_free", "model.mixers.d.qk_rope_head_dim=4", "model.mixers.s.qk_rope_head_dim=4",
+                   "model.layers=global/dense k/moe d/dense s/dense"])  # fmt: skip
     model = cfg.build("model")
     for role in ("k", "d", "s", "moe"):
         for phase in WANTED[role]:

@@ -36,9 +36,11 @@ def randomised(model: LanguageModel, seed: int = 0) -> Any:
     """Parameters in which norms, biases and gates matter too: constants of the initialiser would hide a fault."""
     params = init_params(model, jax.random.key(seed))
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda a: jnp.asarray(np.asarray(a) + (0.1 * rng.standard_normal(a.shape)).astype(a.dtype)), params
-    )
+
+    def moved(a: jax.Array) -> jax.Array:
+        return jax.device_put(np.asarray(a) + (0.1 * rng.standard_normal(a.shape)).astype(a.dtype))
+
+    return jax.tree.map(moved, params)
 
 
 def padded(x: np.ndarray) -> np.ndarray:

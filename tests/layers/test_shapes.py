@@ -13,13 +13,22 @@ from jaxllm.layers.mlp import ACTIVATIONS, MLP
 from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.layers.residual import Residual
 from jaxllm.ops.glu import glu
+from jaxllm.params import is_declared
 
 B, T, D = 2, 6, 16
 
 
 def run(layer, *args):
-    params = jax.tree.map(lambda a: a + 0.1, layer.init(jax.random.key(0), *args))
-    return params["params"], layer.apply(params, *args)
+    """Parameters moved off their constants, in their boxes, and outputs. Drawn by numpy, since JAX compiles a generator a shape."""
+    rng = np.random.default_rng(0)
+
+    def drawn(box):
+        value = box.init.draw(rng, box.value.shape) + np.float32(0.1)
+        return box.replace(value=jax.device_put(value.astype(box.value.dtype)))
+
+    boxes = jax.eval_shape(lambda: layer.init(jax.random.key(0), *args))
+    params = jax.tree.map(drawn, boxes, is_leaf=is_declared)
+    return params["params"], jax.jit(layer.apply)(params, *args)
 
 
 def x_and_ctx(dtype=jnp.float32):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,21 @@ def draw(run_dir: Path, rows: Sequence[Row], chip: Chip) -> list[Path]:
     if machine:
         written.append(_save(hardware(machine), run_dir / "plots" / "time_hardware.png"))
     return written
+
+
+def draw_sweep(folder: Path, rows_file: str, chip: Chip) -> list[Path]:
+    """One picture a phase of all numbered runs of a sweep, so that what was timed run by run stands side by side.
+
+    A line is a kind of layer (`gqa`, `kda`); of a kind that several runs timed, such as an ffn that stayed, the first run's counts.
+    """
+    lines: dict[tuple[Any, ...], Row] = {}
+    for run in sorted((p for p in folder.iterdir() if p.name.isdigit()), key=lambda p: int(p.name)):
+        file = run / rows_file
+        for row in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()):
+            if row["what"] in TITLES and row["layer"] != "model":
+                key = tuple(row[name] for name in ("what", "kind", "context", "batch", "dtype"))
+                lines.setdefault(key, row | {"layer": row["kind"]})
+    return draw(folder, list(lines.values()), chip)
 
 
 def _save(figure: Figure, path: Path) -> Path:

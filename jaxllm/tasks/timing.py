@@ -62,6 +62,9 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         for path in time_plots.draw(io.run_dir, rows, chip):
             tracker.image(0, f"time/{path.stem}", path)
             io.log(f"picture: {path}")
+        if io.run_dir.name.isdigit() and len([p for p in io.run_dir.parent.iterdir() if p.name.isdigit()]) > 1:
+            for path in time_plots.draw_sweep(io.run_dir.parent, ROWS, chip):
+                io.log(f"picture of the sweep so far: {path}")
         tracker.summary({f"time/{name}": value for name, value in summary(rows).items()})
     finally:
         tracker.close()

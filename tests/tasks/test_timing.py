@@ -129,6 +129,25 @@ def test_lines_and_crossovers():
     assert any("state wins" in text.get_text() for text in figure.axes[0].texts)
 
 
+def test_a_sweep_is_drawn_together(timed, tmp_path):
+    """Runs 0 and 1 of a sweep, of two kinds of mixer, on one picture; the ffn and the whole models do not repeat."""
+    rows = [json.loads(line) for line in (timed[1] / "time.jsonl").read_text().splitlines()]
+    for n, kind in enumerate(("gqa", "kda")):
+        (tmp_path / str(n)).mkdir()
+        mine = [row | ({"kind": kind} if row.get("layer") == "global" else {}) for row in rows]
+        (tmp_path / str(n) / "time.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
+    drawn = {}
+    real = time_plots.by_context
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            time_plots, "by_context", lambda rows, *a: drawn.update({rows[0]["what"]: rows}) or real(rows, *a)
+        )
+        paths = time_plots.draw_sweep(tmp_path, "time.jsonl", Chip(name="x"))
+    assert [p.name for p in paths] == ["time_forward.png", "time_decode.png"]
+    assert set(time_plots.series(drawn["decode"])) == {"gqa", "kda", "swiglu"}
+    assert all(len(points) == 2 for points in time_plots.series(drawn["decode"]).values())
+
+
 def test_what_does_not_fit_is_named_and_the_rest_goes_on(monkeypatch, tmp_path):
     def short(model, params, phase, rows, context, **more):
         if context == 32:
@@ -149,7 +168,7 @@ def test_what_does_not_fit_is_named_and_the_rest_goes_on(monkeypatch, tmp_path):
     ("typed", "said"),
     [
         ("time.context=0", "time.context: 0 must be numbers of at least 1"),
-        ("time.what=backwards", "did you mean backward"),
+        ("time.what=backwards", "expected one of forward, backward, train"),
         ("time.dtype=float8", "time.dtype: 'float8' is not one of"),
         ("time.parts=[]", "time.parts: is empty"),
         ("chip=h1000", "did you mean h100"),

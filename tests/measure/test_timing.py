@@ -11,13 +11,14 @@ from jaxllm.measure.timing import SHORTEST, Timing, compiled, peak_bytes, second
 
 
 def test_a_call_of_known_cost_reads_as_numpys_own_time():
-    """A sort by numpy, called from a compiled program: timed where it runs, and from outside by the harness. The least of each."""
+    """Sorts by numpy, called from a compiled program: timed where they run, and from outside by the harness. The least of each; they take
+    long beside the millisecond that calling back costs."""
     a = np.random.default_rng(0).standard_normal(500_000)
     shape, numpys = jax.ShapeDtypeStruct((), jnp.float32), []
 
     def least(x):
         start = time.perf_counter()
-        found = np.sort(a, kind="heapsort")[0]
+        found = min(np.sort(a, kind="heapsort")[0] for _ in range(8))
         numpys.append(1e3 * (time.perf_counter() - start))
         return np.float32(found + float(x))
 

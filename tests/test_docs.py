@@ -106,6 +106,8 @@ def toy(command: Command, arguments: list[str]) -> list[str]:
         more |= {key: value for key, value in small.items() if key not in keys}
     if task == "generate":
         more = {"max_new_tokens": "4"}
+    if task == "time":  # a decode step of one short row, and the smallest products
+        more = {"time.context": "16", "time.what": "decode", "time.repeats": "2", "time.sizes": "[16]", "track": "none"}
     if task == "eval":
         more = {"mesh": "single"}
     return arguments + [f"{key}={value}" for key, value in more.items()]

@@ -51,7 +51,7 @@ def init_params(
     """
     declared = declare(model) if declared is None else declared
     leaves, tree = jax.tree_util.tree_flatten_with_path(declared, is_leaf=is_declared)
-    shardings: list[Any] = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(leaves)
+    shardings: list[Any] = [None] * len(leaves)
     if mesh is not None:
         shardings = jax.tree.leaves(param_shardings(declared, mesh, rules))
     seed = int.from_bytes(np.asarray(jax.random.key_data(key)).tobytes(), "little")
@@ -60,7 +60,7 @@ def init_params(
     )
 
 
-def _draw(name: str, box: Declared, seed: int, sharding: jax.sharding.Sharding) -> Array:
+def _draw(name: str, box: Declared, seed: int, sharding: jax.sharding.Sharding | None) -> Array:
     init: Any = box.init
     shape, dtype = box.value.shape, box.value.dtype
     stacked = bool(box.names) and box.names[0] == "layers"
@@ -86,6 +86,10 @@ def _draw(name: str, box: Declared, seed: int, sharding: jax.sharding.Sharding) 
     def shard(index: Any) -> np.ndarray:
         return piece(tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)))
 
+    if (
+        sharding is None
+    ):  # bound to no device, as what a program makes of it: bound, the second step would be compiled anew
+        return jax.device_put(shard((slice(None),) * len(shape)))
     return jax.make_array_from_callback(shape, sharding, shard)
 
 

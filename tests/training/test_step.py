@@ -115,6 +115,13 @@ def test_frozen_parameters_do_not_move_and_keep_their_moments(tiny):
     np.testing.assert_allclose(metrics["loss"], unfrozen["loss"], rtol=1e-6)
 
 
+def test_a_step_leaves_its_state_as_bound_to_devices_as_it_was(tiny):
+    """A program is compiled for arguments that are bound to a device, and another for those that are not."""
+    end, _ = tiny.run(tiny.model(), [tiny.batch()], optimiser=SGD)
+    bound = [[x.committed for x in jax.tree.leaves(state)] for state in (new_state(tiny.model(), SGD, 0), end)]
+    assert bound[0] == bound[1] and len(set(bound[0])) == 1
+
+
 def test_the_gradient_is_clipped_by_its_global_norm(tiny):
     model, batch = tiny.model(), tiny.batch()
     _, (free,) = tiny.run(model, [batch], optimiser=SGD)

@@ -56,7 +56,8 @@ def cache_file() -> Path:
 
 
 def probe(size: int = SIZE, stream: int = STREAM, tries: int = TRIES) -> dict[str, Any]:
-    """`matmul` FLOP/s by dtype; bytes/s of `read`, `copy`, and of the better one, `bandwidth`; `memory` bytes; the machine's `load`."""
+    """`matmul` FLOP/s by dtype; bytes/s that one row times a matrix reads (`bandwidth`: what a decode step does) and that a copy moves
+    (`copy`); `memory` bytes; the machine's `load`."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
@@ -64,8 +65,7 @@ def probe(size: int = SIZE, stream: int = STREAM, tries: int = TRIES) -> dict[st
         read, copy = _read(stream, tries), _copy(stream, tries)
     return {
         "matmul": rates,
-        "bandwidth": max(read, copy),
-        "read": read,
+        "bandwidth": read,
         "copy": copy,
         "memory": _memory(),
         "processor": _processor(),
@@ -81,10 +81,10 @@ def _matmul(dtype: str, size: int, tries: int) -> float:
 
 
 def _read(stream: int, tries: int) -> float:
-    """One row times a matrix that no cache holds: how a decode step reads its weights."""
-    width = 2048
-    w, x = jnp.ones((stream // (4 * width), width), jnp.float32), jnp.ones((1, stream // (4 * width)), jnp.float32)
-    return stream / _best(jax.jit(lambda x, w: x @ w), tries, x, w)
+    """One row times a matrix that no cache holds: how a decode step reads its weights. Wide, as the fastest of them are."""
+    rows = min(1024, stream // 16)
+    w, x = jnp.ones((rows, stream // (4 * rows)), jnp.float32), jnp.ones((1, rows), jnp.float32)
+    return w.nbytes / _best(jax.jit(lambda x, w: x @ w), tries, x, w)
 
 
 def _copy(stream: int, tries: int) -> float:

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxllm.compose import compose
@@ -18,7 +19,7 @@ from jaxllm.tasks.timing_subjects import one_layer
 
 SMALL = ["task=time", "model=tiny", "track=none", "model.vocab_size=64", "model.d_model=16", "model.ffns.dense.d_ff=32"]
 SMALL += ["model.mixers.global.num_heads=2", "model.mixers.global.num_kv_heads=1", "time.repeats=2"]
-WANTED = {"k": ("backward", "decode"), "d": ("decode",), "s": ("prefill",), "moe": ("backward", "decode")}
+WANTED = {"k": "decode", "s": "prefill", "moe": "backward"}
 FIELDS = {
     "what",
     "layer",
@@ -47,7 +48,7 @@ def timed(tmp_path_factory):
         "time.parts=[model,layers,hardware]",
         "chip=h100",
     ]
-    typed += ["time.sizes=[16,32]", "time.trace=true", f"run_dir={folder}"]
+    typed += ["time.sizes=[16]", "model.layers=global/dense", "time.trace=true", f"run_dir={folder}"]
     assert main(typed) == 0
     return json.loads((folder / "result.json").read_text()), folder
 
@@ -63,10 +64,10 @@ def test_a_row_for_every_call(timed):
         assert row["limit"] == "memory" and row["reached"] == pytest.approx(row["predicted_ms"] / row["median_ms"])
     kinds = {row["layer"]: row["kind"] for row in rows}
     assert kinds == {"model": "tiny", "global": "gqa", "dense": "swiglu"}
-    model = compose(SMALL).build("model")
+    model = compose([*SMALL, "model.layers=global/dense"]).build("model")
     flops = {(r["layer"], r["context"]): r["flops"] for r in rows if r["what"] == "decode"}
     assert flops["model", 32] == model.cost(1, 1, 32).flops
-    assert flops["model", 32] - flops["model", 16] == 2 * (flops["global", 32] - flops["global", 16])
+    assert flops["model", 32] - flops["model", 16] == (flops["global", 32] - flops["global", 16])
     assert [json.loads(line) for line in (folder / "time.jsonl").read_text().splitlines()] == result["rows"]
     assert result["chip"]["name"] == "H100 SXM" and result["environment"]["versions"]["jax"] == jax.__version__
 
@@ -74,7 +75,7 @@ def test_a_row_for_every_call(timed):
 def test_the_machine_itself(timed):
     rows = timed[0]["rows"]
     products = {(r["batch"], r["size"], r["dtype"]) for r in rows if r["what"] == "matmul"}
-    assert products >= {(1, 16, "float32"), (64, 32, "bfloat16"), (32, 32, "float32")}
+    assert products >= {(1, 16, "float32"), (64, 16, "bfloat16"), (16, 16, "float32")}
     branches = [r for r in rows if r["what"] == "branch"]
     assert {r["layer"] for r in branches} == {"select", "cond", "switch", "while"}
     assert {r["flops"] for r in branches if r["share"] == 0 and r["layer"] != "select"} == {0.0}
@@ -100,17 +101,15 @@ def test_the_modules_have_names_in_a_profile():
     assert "b0/mixer" in names and "b0/ffn" in names
 
 
-def test_every_phase_of_a_model_with_every_kind_of_state():
-    """A training step, a prefill in pieces, and layers that choose, share, keep a state and route."""
+def test_layers_of_every_kind_can_be_timed_alone():
+    """One that keeps a state, one that takes what another gives, in pieces of a prompt, and one that routes, with its gradient."""
     cfg = compose([*SMALL, "+mixer@model.mixers.k=kda", "+mixer@model.mixers.d=dsa", "+mixer@model.mixers.s=dsa_shared",
                    "+ffn@model.ffns.moe=moe_aux_free", "model.mixers.d.qk_rope_head_dim=4", "model.mixers.s.qk_rope_head_dim=4",
                    "model.layers=global/dense k/moe d/dense s/dense"])  # fmt: skip
     model = cfg.build("model")
-    for role in ("k", "d", "s", "moe"):
-        for phase in WANTED[role]:
-            subject = one_layer(model, role, phase, 2, 12, chunk=8, seed=0)
-            out = jax.block_until_ready(subject.call())
-            assert all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves(out) if a.dtype.kind == "f")
+    for role, phase in WANTED.items():
+        out = one_layer(model, role, phase, 2, 12, chunk=8, seed=0).call()
+        assert all(np.isfinite(np.asarray(a)).all() for a in jax.tree.leaves(out) if a.dtype.kind == "f")
 
 
 def test_lines_and_crossovers():

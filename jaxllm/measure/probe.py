@@ -1,8 +1,8 @@
 """How fast this machine's processor is: a short matmul, reading and copying, kept in the user's cache folder.
 
 Taken at first use and read from the file after that, so that a roofline does not move between two runs; delete the file to measure
-again. Best of several tries: a roofline says what is possible, and other programs on the machine only make a try slower. Where more
-programs run than there are cores, the result serves this run alone and is not kept.
+again. Best of several tries: a roofline says what is possible, and other programs on the machine only make a try slower. Where others
+keep half of the cores busy, the result serves this run alone and is not kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxllm.measure.chips import Chip
 
-SIZE, TRIES = 1024, 8  # of the matmul: 2 GFLOP, a few hundredths of a second on two cores
+SIZE, TRIES = 1024, 25  # of the matmul: 2 GFLOP, a few hundredths of a second on two cores
 STREAM = 2**26  # bytes that are read or copied: far beyond every cache
 
 
@@ -35,7 +35,7 @@ def measured(chip: Chip, file: Path | None = None, log: Callable[[str], None] = 
     facts = _saved(file)
     if facts is None:
         facts = probe()
-        busy = facts["load"] > facts["cores"]
+        busy = facts["load"] > facts["cores"] / 2
         kept = "not kept, since other programs are running" if busy else f"kept in {file}"
         log(f"chip: this processor was measured ({_rates(facts)}); {kept}")
         if not busy:

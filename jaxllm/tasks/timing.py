@@ -19,7 +19,7 @@ from jaxllm.errors import UserError
 from jaxllm.measure import time_plots
 from jaxllm.measure.chips import Chip, detect, filled
 from jaxllm.measure.environment import environment
-from jaxllm.measure.probe import measured
+from jaxllm.measure.probe import cache_file, measured
 from jaxllm.measure.roofline import Phase, predict, total, utilisation
 from jaxllm.measure.settings import TimeSettings, listed
 from jaxllm.measure.timing import Timing, time_calls
@@ -65,6 +65,11 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         if io.run_dir.name.isdigit() and len([p for p in io.run_dir.parent.iterdir() if p.name.isdigit()]) > 1:
             for path in time_plots.draw_sweep(io.run_dir.parent, ROWS, chip):
                 io.log(f"picture of the sweep so far: {path}")
+        if chip.measured and any(isinstance(row[k], float) and row[k] > 1.1 for row in rows for k in ("mfu", "mbu")):
+            io.log(
+                f"some calls outdo the probe of this processor; delete {cache_file()} and time again on a quiet machine",
+                "warning",
+            )
         tracker.summary({f"time/{name}": value for name, value in summary(rows).items()})
     finally:
         tracker.close()

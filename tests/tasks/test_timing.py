@@ -147,6 +147,18 @@ def test_a_sweep_is_drawn_together(timed, tmp_path):
     assert all(len(points) == 2 for points in time_plots.series(drawn["decode"]).values())
 
 
+def test_a_probe_that_was_taken_at_a_bad_moment_is_told(monkeypatch, tmp_path):
+    slow = Chip(name="cpu", measured=True, matmul={"float32": 1.0}, bandwidth=1.0, memory=1.0)
+    monkeypatch.setattr(timing, "chip_of", lambda cfg, io: slow)
+    lines, io = [], TaskIO(run_dir=tmp_path)
+    io.log = lambda text, level="info": lines.append(text)
+    timing.run(
+        compose([*SMALL, "time.context=16", "time.what=forward", "time.parts=[layers]", "model.layers=global/dense"]),
+        io,
+    )
+    assert any("outdo the probe" in line and ".json" in line for line in lines)
+
+
 def test_what_does_not_fit_is_named_and_the_rest_goes_on(monkeypatch, tmp_path):
     def short(model, params, phase, rows, context, **more):
         if context == 32:

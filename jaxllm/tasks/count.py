@@ -26,6 +26,8 @@ from jaxllm.model import LanguageModel
 from jaxllm.params import declare, is_declared, path_name
 from jaxllm.tasks import TaskIO
 from jaxllm.tasks.calculate import answers
+from jaxllm.tasks.count_layers import by_layer, predicted
+from jaxllm.tasks.count_layers import table as layer_table
 from jaxllm.training.losses import backbone
 from jaxllm.training.objectives import Forward, total_loss
 from jaxllm.training.settings import TrainSettings
@@ -105,8 +107,10 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         "batch": batch,
         "phase": settings.phase,
         "dtype": str(model.compute_dtype),
+        "layers": by_layer(model, settings.phase, batch, context),
+        **predicted(cfg, model, settings.phase, batch, context, memory["per_device"]),
     }
-    for line in summary(result):
+    for line in layer_table(result["layers"], settings.phase, batch, context) + summary(result):
         io.log(line)
     result |= answers(cfg, io, settings, result)
     if settings.collectives:
@@ -240,6 +244,11 @@ def table(declared: Any, mesh: Any, rules: Any) -> list[str]:
 
 def summary(result: dict[str, Any]) -> list[str]:
     """The totals in words a person reads."""
+    least = (
+        result["predicted_ms"]
+        if isinstance(result["predicted_ms"], str)
+        else f"at least {result['predicted_ms']:,.3g} ms"
+    )
     parts = ", ".join(f"{name} {value / 2**20:,.1f}" for name, value in result["train_bytes_parts"].items())
     return [
         "",
@@ -248,6 +257,7 @@ def summary(result: dict[str, Any]) -> list[str]:
         f"{result['phase']:<15} {result['flops_per_token'] / 1e6:,.2f} MFLOP a token at context {result['context']:,}",
         f"cache           {result['cache_bytes_per_token']:,.0f} bytes a token and row + {result['cache_bytes_constant']:,.0f};"
         f" {result['cache_bytes_total'] / 2**20:,.1f} MiB for {result['batch']} x {result['context']:,} in {result['dtype']}",
+        f"time            {least} on one {result['chip']} ({result['limit']} binds)",
         f"training        {result['train_bytes'] / 2**20:,.1f} MiB a device, {result['train_rows']} x {result['train_seq_len']} tokens"
         f" micro-batch: {parts} (MiB)",
     ]

@@ -94,10 +94,14 @@ def test_a_train_step_through_the_task(devices):
     ]
     lines, io = [], TaskIO()
     io.log = lambda text, level="info": lines.append(text)
-    result = count.run(compose([*small, "chip=h100"]), io)
+    result = count.run(compose([*small, "chip=h100", "count.phase=train"]), io)
     stream = [c for c in result["collectives"] if c["kind"] == "all-reduce" and c["bytes"] == 4 * 8 * 16 * 4]
     forward = [c for c in stream if c["where"] in ("forward mixer", "forward ffn")]
     assert sum(c["count"] for c in forward) == 2 * 3
+    said = sum(row["number"] * row["collective_bytes"] for row in result["layers"])
+    assert sum(c["count"] * c["bytes"] for c in forward) == said, (
+        "the calculator's bytes are those of the compiled program"
+    )
     assert 0 < result["collective_bytes"] and 0 < result["collective_seconds"] < 1e-3
     assert any("links of H100 SXM" in line for line in lines)
     with pytest.raises(UserError, match="cpu_devices=64 stands in"):

@@ -39,6 +39,23 @@ def test_equals_what_is_allocated():
     assert parts["activations"] > 0 and result["train_bytes"] == sum(parts.values())
 
 
+def test_layer_by_layer_and_how_long_a_chip_needs():
+    lines = []
+    cfg, result = run("count.context=40", "count.batch=3", "chip=l4", lines=lines)
+    model, rows = cfg.build("model"), {row["layer"]: row for row in result["layers"]}
+    assert list(rows) == ["global", "dense", "head"] and rows["global"]["number"] == 2
+    assert sum(row["number"] * row["flops"] for row in rows.values()) == model.cost(3, 1, 40).flops
+    assert rows["global"]["number"] * rows["global"]["cache_bytes"] == result["cache_bytes_total"]
+    assert rows["dense"]["param_bytes"] == total(init_params(model, jax.random.key(0))["g0"]["b0"]["ffn"]) / 2
+    moved = 4 * model.cost(1, 1, 1).params + 2 * rows["global"]["cache_read"]  # weights and cache, of an L4 at 300 GB/s
+    assert result["limit"] == "memory" and result["predicted_ms"] == pytest.approx(moved / 300e6, rel=0.05)
+    assert any("on one L4 (memory binds)" in line for line in lines)
+    _, unknown = run()
+    assert (unknown["chip"], unknown["predicted_ms"], unknown["limit"]) == ("cpu", "n/a", "n/a")
+    _, trained = run("count.phase=train", "chip=l4")
+    assert trained["predicted_ms"] > 3 * result["predicted_ms"]
+
+
 def test_a_share_of_a_mesh_that_is_not_here():
     _, whole = run("count.phase=train")
     cfg, split = run("count.phase=train", "mesh.axes={data: 2, fsdp: 2, tensor: 2}")

@@ -148,7 +148,9 @@ class WandbTracker:
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         self._turn_to("step", step)
-        self._row[name] = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        # W&B takes one type a column: a number that is not to be had ("n/a") is an empty cell there.
+        cells = [[None if cell == "n/a" else cell for cell in row] for row in rows]
+        self._row[name] = self._wandb.Table(columns=list(columns), data=cells)
 
     def histogram(self, step: int, name: str, values: Any) -> None:
         self._turn_to("step", step)

@@ -86,9 +86,8 @@ def _draw(name: str, box: Declared, seed: int, sharding: jax.sharding.Sharding |
     def shard(index: Any) -> np.ndarray:
         return piece(tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)))
 
-    if (
-        sharding is None
-    ):  # bound to no device, as what a program makes of it: bound, the second step would be compiled anew
+    if sharding is None:
+        # Bound to no device, as what a program makes of it is: otherwise the second step would be compiled anew.
         return jax.device_put(shard((slice(None),) * len(shape)))
     return jax.make_array_from_callback(shape, sharding, shard)
 

@@ -27,7 +27,7 @@ def copy(tmp_path):
 
     def make(name="llama", **keys):
         folder = tmp_path / name
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         shutil.copy(GOLDEN / name / "model.safetensors", folder)
         config = json.loads((GOLDEN / name / "config.json").read_text()) | keys
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
@@ -182,6 +182,19 @@ def test_draft_layers_become_modules_and_go_back(copy, tmp_path):
     spoil(folder, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)}))
     spoil(folder, lambda tensors: tensors.update({"model.layers.2.hnorm.weight": np.zeros(32, np.float32)}))
     assert "model.layers.3.eh_proj.weight of shape [32, 64] belongs to no parameter" in refused(folder)
+    spoil(folder, lambda tensors: [tensors.pop(f"model.layers.{n}.eh_proj.weight") for n in (2, 3)])
+    assert "model.layers.2.enorm.weight of shape [32] belongs to no parameter" in refused(folder)
+
+
+def test_the_number_of_draft_layers_goes_by_two_names(copy):
+    warnings = []
+    node, _ = read_model(
+        open_tensors(copy("deepseek_v3", num_nextn_predict_layers=1, num_mtp_layers=1)), warn=warnings.append
+    )
+    assert "mtp" not in node and not warnings
+    folder = copy("deepseek_v3", num_nextn_predict_layers=1, num_mtp_layers=2)
+    assert "num_mtp_layers=2 and num_nextn_predict_layers=1 contradict each other" in refused(folder)
+    assert "num_mtp_layers='x': expected a whole number" in refused(copy("deepseek_v3", num_mtp_layers="x"))
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------------------

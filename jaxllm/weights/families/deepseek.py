@@ -68,11 +68,16 @@ def latent_attention(c: ConfigJson, rope: Node | None, *, q_rank: int | None = 1
     )
 
 
-def draft_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Patterns of the tensors of draft layers, numbered on from the last layer."""
-    count = next((n for key in DRAFT_LAYERS if isinstance(n := config.get(key), int)), 0)
+def draft_layers(config: Mapping[str, Any], tensors: str = ".*") -> tuple[str, ...]:
+    """Patterns of the tensors of draft layers, numbered on from the last layer: all, or those whose rest of the name is `tensors`."""
+    count = max(n if isinstance(n := config.get(key), int) else 0 for key in DRAFT_LAYERS)
     first = config.get("num_hidden_layers", 0)
-    return tuple(rf"model\.layers\.{first + n}\..*" for n in range(count))
+    return tuple(rf"model\.layers\.{first + n}\.{tensors}" for n in range(count))
+
+
+def draft_copies(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of what draft layers hold of the trunk's once more: its embedding and head."""
+    return draft_layers(config, r"(?:embed_tokens|shared_head\.head)\.weight")
 
 
 def dense_first(c: ConfigJson, default: int) -> list[str]:
@@ -86,11 +91,14 @@ def dense_first(c: ConfigJson, default: int) -> list[str]:
 
 def draft_modules(c: ConfigJson, ffn: str) -> Node:
     """`{"mtp": ..}` where the file holds draft layers: modules in a chain that see the trunk after its final norm."""
-    count = next((n for key in DRAFT_LAYERS if (n := c.get(key))), 0)
+    counts = {key: c.whole(key) for key in DRAFT_LAYERS if c.get(key)}
     c.only("mtp_hidden_states_first", False)
-    if not count or not c.has(f"model.layers.{c.whole('num_hidden_layers')}.eh_proj.weight"):
+    if len(set(counts.values())) > 1:
+        raise c.error(" and ".join(f"{key}={n}" for key, n in counts.items()) + " contradict each other")
+    if not counts or not c.has(f"model.layers.{c.whole('num_hidden_layers')}.eh_proj.weight"):
         return {}
-    return {"mtp": partial("mtp.ChainedMTP", depth=count, mixer="global", ffn=ffn, hidden="post_norm")}
+    depth = next(iter(counts.values()))
+    return {"mtp": partial("mtp.ChainedMTP", depth=depth, mixer="global", ffn=ffn, hidden="post_norm")}
 
 
 def _model(c: ConfigJson, interleaved: bool, layers: list[str], moe: Node | None, mlp_bias: bool = False) -> Node:
@@ -251,7 +259,7 @@ DEEPSEEK_V3 = Family(
     _deepseek_v3,
     _deepseek_v3_keys,
     RULES,
-    aside=draft_layers,
+    aside=draft_copies,
     draft=DRAFT,
 )
 DEEPSEEK_V2 = Family(("deepseek_v2",), ("DeepseekV2ForCausalLM",), _deepseek_v2, _deepseek_v2_keys, RULES)

@@ -31,6 +31,7 @@ SAVED_TARGETS = (
     "jaxllm.data.text",
     "jaxllm.data.synthetic",
     "jaxllm.data.hf",
+    "jaxllm.data.conversations",
     "jaxllm.data.tokenizer",
     "jaxllm.data.tiktoken",
     "jaxllm.data.vocabulary",

@@ -154,6 +154,8 @@ def place(tmp_path_factory):
         (folder / "books" / ("old" if n % 2 else "") / f"{n}.txt").write_text(text)
     notes = [json.dumps({"body": f"note {n}: water the plants"}) + "\n" for n in range(60)]
     (folder / "notes.jsonl").write_text("".join(notes))
+    talk = [{"role": "user", "content": "Water?"}, {"role": "assistant", "content": "Yes."}]
+    (folder / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
     (folder / "prompts.jsonl").write_text('{"prompt": "def add"}\n{"prompt": "return "}\n')
     (folder / "FOLDER").mkdir()
     with_text(folder / "FOLDER")

@@ -123,6 +123,7 @@ def build(source: Source, documents: Documents, base: Path, root: Path, name: st
     drop_stale(root, name)
     with workplace(root, name) as place:
         tokenizer = source.tokenizer.fit(training_texts(documents, source.val_every), base, log)
+        tokenizer = source.outfit(tokenizer, base)
         write_tokens(documents, tokenizer, place, log)
         publish(place, root / name)
     return open_entry(root / name, source.val_every)

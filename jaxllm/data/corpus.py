@@ -7,7 +7,7 @@ kept (see `cache.py`). A new source writes one method, `open`, and gets tokenize
 import abc
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,18 @@ from jaxllm.data.store import TokenStore
 from jaxllm.data.tokenizer import BPE, Tokenizer, TokenizerSpec
 from jaxllm.errors import UserError
 
-# A document is a text, or pieces of (text, trained): tokens of an untrained piece are context, never labels.
-Document = str | list[tuple[str, bool]]
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of a chat (role, content, and whatever else a template may ask for), and the file and line they are from."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    where: str
+
+
+# A document is a text, or pieces of (text, trained): tokens of an untrained piece are context, never labels; or a conversation.
+Document = str | list[tuple[str, bool]] | Conversation
+Encoder = Callable[[Conversation], tuple[list[int], list[bool]]]
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class Documents:
     read:     starts a fresh pass over the documents, in an order that never changes.
     size:     bytes on disk, where known, for the progress line.
     masked:   whether some documents have untrained pieces.
+    encoder:  of conversations: from the tokenizer, what gives the ids of one and which of them are trained.
     """
 
     identity: dict[str, Any]
@@ -38,6 +49,7 @@ class Documents:
     read: Callable[[], Iterator[Document]]
     size: int | None = None
     masked: bool = False
+    encoder: Callable[[Tokenizer], Encoder] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,11 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def open(self, base: Path, log: Log) -> Documents:
         """Finds the documents without reading them all. `base` is where relative paths start."""
+
+    def outfit(self, tokenizer: Tokenizer, base: Path) -> Tokenizer:
+        """The tokenizer with what this source adds to the files that travel with it (a chat template)."""
+        del base
+        return tokenizer
 
     def prepare(self, log: Log = None, base: str | os.PathLike[str] | None = None) -> Corpus:
         """Tokenises the source, or opens the tokens of an earlier run. `base`: the folder where the command was typed

@@ -12,15 +12,16 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 from jaxllm.data.checks import Log, say
 from jaxllm.errors import UserError
 
+T = TypeVar("T")
 JSONL = frozenset({".jsonl", ".ndjson"})
 PACKED = frozenset({".gz", ".zst"})
 # What is taken from a folder; a glob or the file's own name takes anything.
@@ -160,12 +161,24 @@ def folder_files(folder: Path, asked: str, log: Log) -> list[Path]:
 
 def read_documents(file: TextFile, how: Reading) -> Iterator[str]:
     """The documents of one file: `text_key` of each jsonl line, or the whole text, cut at line ends if too long."""
+    yield from reading(file, how, json_lines if file.suffixes[0] in JSONL else cut)
+
+
+def read_records(file: TextFile, how: Reading) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, object) of each line of a jsonl file."""
+    yield from reading(file, how, json_records)
+
+
+def reading(
+    file: TextFile, how: Reading, parse: Callable[[io.TextIOWrapper, TextFile, Reading], Iterator[T]]
+) -> Iterator[T]:
+    """What `parse` makes of a file, unpacked, decoded and bounded on the way; every fault is a line that names the file."""
     with ExitStack() as stack:
         try:
             raw = Bounded(stack.enter_context(unpacked(file)), file, how.max_expansion)
             text = io.TextIOWrapper(io.BufferedReader(raw, 2**18), encoding=how.encoding, newline="\n")
             stack.callback(text.detach)  # closing belongs to the opener, whatever state the decoder is in
-            yield from (json_lines if file.suffixes[0] in JSONL else cut)(text, file, how)
+            yield from parse(text, file, how)
         except UnicodeDecodeError as error:
             at = raw.count - len(error.object) + error.start
             raise UserError(
@@ -187,7 +200,31 @@ def cut(text: io.TextIOWrapper, file: TextFile, how: Reading) -> Iterator[str]:
 
 
 def json_lines(text: io.TextIOWrapper, file: TextFile, how: Reading) -> Iterator[str]:
-    """The text of each line's object. Blank lines are passed over; anything else names file and line."""
+    """The text of each line's object."""
+    for where, record in json_records(text, file, how):
+        value = record.get(how.text_key)
+        if not isinstance(value, str):
+            raise UserError(
+                f"{where}: no text under data.text_key={how.text_key!r} (keys of this line: {keys(record)})"
+            )
+        yield unicode(value, where)
+
+
+def unicode(text: str, where: str) -> str:
+    """`text`, if it can be written as UTF-8: JSON can smuggle in lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: the text holds a lone surrogate, which is not valid Unicode") from None
+    return text
+
+
+def keys(record: dict[str, Any]) -> str:
+    return ", ".join(sorted(map(str, record))[:8])
+
+
+def json_records(text: io.TextIOWrapper, file: TextFile, how: Reading) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line's object and where it stands. Blank lines are passed over; anything else names file and line."""
     limit = 64 * how.max_document_chars  # of one line: a document with its escapes and its other fields
     number = 0
     while line := text.readline(limit):
@@ -201,15 +238,9 @@ def json_lines(text: io.TextIOWrapper, file: TextFile, how: Reading) -> Iterator
             record: Any = json.loads(line)
         except (ValueError, RecursionError):
             raise UserError(f"{where}: not valid JSON") from None
-        value = record.get(how.text_key) if isinstance(record, dict) else None
-        if not isinstance(value, str):
-            keys = ", ".join(sorted(map(str, record))[:8]) if isinstance(record, dict) else "none: it is no object"
-            raise UserError(f"{where}: no text under data.text_key={how.text_key!r} (keys of this line: {keys})")
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise UserError(f"{where}: the text holds a lone surrogate, which is not valid Unicode") from None
-        yield value
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: is no JSON object, so it has no keys such as data.text_key={how.text_key!r}")
+        yield where, record
 
 
 def unpacked(file: TextFile) -> IO[bytes]:

@@ -110,7 +110,12 @@ class JsonTokenizer(Tokenizer):
 
     def encode_marked(self, text: str) -> list[int]:
         """Ids of a text in which special tokens stand for themselves: what a chat template wrote, never what a user did."""
-        return list(self._marked.encode(text, add_special_tokens=False).ids)
+        return self.encode_located(text)[0]
+
+    def encode_located(self, text: str) -> tuple[list[int], list[int]]:
+        """`encode_marked`, and the character of the text where each of its tokens begins."""
+        found = self._marked.encode(text, add_special_tokens=False)
+        return list(found.ids), [begin for begin, _ in found.offsets]
 
     @functools.cached_property
     def _marked(self) -> Library:
@@ -261,7 +266,7 @@ class TokenizerFile(TokenizerSpec):
     def identity(self, base: Path) -> dict[str, Any]:
         digest = hashlib.sha256()
         path = self._file(base)
-        for part in (path, path.with_name("tokenizer_config.json")):
+        for part in (path, *map(path.with_name, COMPANIONS)):
             digest.update(part.read_bytes() if part.is_file() else b"")
         return {
             "kind": "json",

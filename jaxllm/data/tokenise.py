@@ -19,8 +19,9 @@ from typing import IO, Any
 
 import numpy as np
 
+from jaxllm.data.chat import ASSISTANT
 from jaxllm.data.checks import Log, megabytes, say
-from jaxllm.data.corpus import Document, Documents
+from jaxllm.data.corpus import Conversation, Document, Documents, Encoder
 from jaxllm.data.store import TokenStore, is_validation, starts_of
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.data.vocabulary import utf8
@@ -35,6 +36,8 @@ Ids = list[tuple[list[int], bool]]
 
 def pieces(document: Document) -> Pieces:
     """A document as (text, trained) pieces, empty ones dropped."""
+    if isinstance(document, Conversation):
+        document = [(m.get("content") or "", m.get("role") == ASSISTANT) for m in document.messages]
     return [p for p in ([(document, True)] if isinstance(document, str) else document) if p[0]]
 
 
@@ -62,18 +65,35 @@ def _held_tail(documents: Documents, val_every: int) -> tuple[int | None, int]:
     return longest, sizes[longest] - min(2 * sum(sizes) // val_every, sizes[longest] // 2)
 
 
-def batches(documents: Documents) -> Iterator[list[Pieces]]:
-    """Non-empty documents, by about `BATCH_CHARS` characters."""
-    batch: list[Pieces] = []
+def batches(documents: Documents) -> Iterator[list[tuple[Document, Pieces]]]:
+    """Non-empty documents and their pieces, by about `BATCH_CHARS` characters."""
+    batch: list[tuple[Document, Pieces]] = []
     chars = 0
-    for document in filter(None, map(pieces, documents.read())):
-        batch.append(document)
-        chars += sum(len(text) for text, _ in document)
+    for document in documents.read():
+        if not (parts := pieces(document)):
+            continue
+        batch.append((document, parts))
+        chars += sum(len(text) for text, _ in parts)
         if chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0
     if batch:
         yield batch
+
+
+def rows(
+    tokenizer: Tokenizer, batch: list[tuple[Document, Pieces]], encode: Encoder | None, dtype: np.dtype[Any]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokens of each document, and which of them may be labels. A conversation's are its template's, `eos` included."""
+    if encode is None:
+        ids = iter(tokenizer.encode_batch([text for _, parts in batch for text, _ in parts]))
+        for _, parts in batch:
+            yield join(tokenizer, [(next(ids), flag) for _, flag in parts], dtype)
+        return
+    for document, _ in batch:
+        assert isinstance(document, Conversation), "an encoder is for conversations"
+        row, mask = encode(document)
+        yield np.array(row, dtype), np.array(mask, np.uint8)
 
 
 def join(tokenizer: Tokenizer, parts: Ids, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -95,15 +115,14 @@ def write_tokens(documents: Documents, tokenizer: Tokenizer, place: Path, log: L
     with ExitStack() as stack:
         tokens = stack.enter_context(flushed(place / "tokens.bin"))
         trained = stack.enter_context(flushed(place / "trained.bin")) if documents.masked else None
+        encode = None if documents.encoder is None else documents.encoder(tokenizer)
         for batch in batches(documents):
-            ids = iter(tokenizer.encode_batch([text for document in batch for text, _ in document]))
-            for document in batch:
-                row, mask = join(tokenizer, [(next(ids), flag) for _, flag in document], DTYPES[name])
+            for (_, parts), (row, mask) in zip(batch, rows(tokenizer, batch, encode, DTYPES[name]), strict=True):
                 tokens.write(row.tobytes())
                 if trained is not None:
                     trained.write(mask.tobytes())
                 lengths.append(len(row))
-                raw = utf8("".join(text for text, _ in document))
+                raw = utf8("".join(text for text, _ in parts))
                 size += len(raw)
                 digest.update(raw + b"\0")
             if time.monotonic() - told > 2:

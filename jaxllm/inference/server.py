@@ -21,9 +21,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from jaxllm.data.chat import ChatTemplate
 from jaxllm.errors import UserError
 from jaxllm.inference import protocol
-from jaxllm.inference.chat import ChatTemplate
 from jaxllm.inference.engine import Event, QueueFull
 from jaxllm.inference.metrics import Metrics
 from jaxllm.inference.protocol import Asked, Head, ProtocolError

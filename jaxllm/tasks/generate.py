@@ -9,9 +9,9 @@ import json
 from typing import Any, NamedTuple
 
 from jaxllm.config import Config
+from jaxllm.data.chat import ChatTemplate
 from jaxllm.data.vocabulary import Tokenizer
 from jaxllm.errors import UserError
-from jaxllm.inference.chat import ChatTemplate
 from jaxllm.inference.generate import Generator, start_ids
 from jaxllm.inference.sampling import SamplingParams
 from jaxllm.inference.settings import GenerateSettings

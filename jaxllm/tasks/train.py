@@ -163,6 +163,9 @@ def _corpus(cfg: Config, io: TaskIO, run_dir: Path, tokenizer: Tokenizer | None 
     if tokenizer is not None:
         source = _with_tokenizer(source, tokenizer)
     corpus = source.prepare(io.log, cfg.original_cwd)
+    later = [cfg.build_node(s.data, f"stages.{i}.data") for i, s in enumerate(cfg.section("stages")) if s.data]
+    for other in later:  # what a later stage adds (a chat template) travels with the run's tokenizer from the start
+        corpus = dataclasses.replace(corpus, tokenizer=other.outfit(corpus.tokenizer, cfg.original_cwd))
     folder = run_dir / TOKENIZER
     if io.resume and folder.is_dir():
         old = load_tokenizer(folder)

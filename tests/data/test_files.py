@@ -112,7 +112,7 @@ def test_a_decompression_bomb_is_stopped(suffix, tmp_path):
     "line, reason",
     [
         ("{bad", "not valid JSON"),
-        ("[1]", "no object"),
+        ("[1]", "no JSON object"),
         ('{"body": "x"}', "keys of this line: body"),
         ('{"text": 3}', "no text under"),
         (r'{"text": "\ud800"}', "lone surrogate"),

@@ -166,7 +166,7 @@ def test_every_data_yaml_names_the_fields_of_its_class():
         plain = {k: tuple(v) if isinstance(v, list) else v for k, v in node.items()}
         assert all(plain[k] in (fields[k], "???") for k in plain), path
         seen.append(name)
-    assert sorted(seen) == ["BPE", "Bytes", "HF", "Synthetic", "Text", "TiktokenFile", "TokenizerFile"]
+    assert sorted(seen) == ["BPE", "Bytes", "Chat", "HF", "Synthetic", "Text", "TiktokenFile", "TokenizerFile"]
 
 
 @pytest.mark.parametrize("documents", [1, 3])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxllm.compose import compose
-from jaxllm.inference.chat import ChatTemplate
+from jaxllm.data.chat import ChatTemplate
 from jaxllm.layers.base import Context
 from jaxllm.tasks import TaskIO, generate
 from jaxllm.tasks.source import open_source

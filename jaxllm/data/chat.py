@@ -5,6 +5,7 @@ beyond that, repetition and padding that could fill the memory are refused, and 
 ever text: a special token spelled inside it is encoded as ordinary characters, so no message can end its own turn.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -25,18 +26,20 @@ Message = Mapping[str, Any]  # role, content, and whatever else a template may a
 MAX_TEMPLATE_CHARS = 2**20
 MAX_OUTPUT_CHARS = 2**24
 MAX_STEPS = 10**5  # of all ranges of one rendering together
+ASSISTANT = "assistant"
+TAGS = ("generation_opens", "generation_closes")  # variables that `Generation` writes
 PADDING = frozenset({"format", "format_map", "ljust", "rjust", "center", "zfill", "expandtabs"})
 
 
 class ChatTemplate:
-    """The template of a tokenizer. Raises UserError when it has none, or one that cannot be read."""
+    """The template of a tokenizer, or `text`. Raises UserError when there is none, or one that cannot be read."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, text: str | None = None) -> None:
         if not isinstance(tokenizer, JsonTokenizer):
             raise UserError("chat: this model's tokenizer has no chat template; leave chat out")
         self.tokenizer = tokenizer
         self._settings = parsed(tokenizer.companions.get("tokenizer_config.json"))
-        text = template_text(tokenizer.companions)
+        text = template_text(tokenizer.companions) if text is None else text
         if text is None:
             raise UserError("chat: this model came without a chat template; leave chat out and give the whole prompt")
         if len(text) > MAX_TEMPLATE_CHARS:
@@ -46,11 +49,18 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise UserError(f"chat template: cannot be read: {_one_line(error)}") from None
         self._special = sorted(tokenizer.special_tokens, key=len, reverse=True)
+        self._tagged = "endgeneration" in text
+        names = {index: token for token, index in tokenizer.special_tokens.items()}
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        named = {key: None if index is None else names.get(index) for key, index in ids.items()}
+        named |= {key: _content(self._settings[key]) for key in self._settings if key.endswith("_token")}
+        self._named = {key: token for key, token in named.items() if token is not None}
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, ready for the answer."""
-        named = {key: _content(self._settings[key]) for key in self._settings if key.endswith("_token")}
-        variables = {"tools": None, "documents": None, **{k: v for k, v in named.items() if v is not None}}
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tags: tuple[str, str] = ("", "")
+    ) -> str:
+        """The text of a conversation, ready for the answer. tags: written around what the template marks as the assistant's."""
+        variables = {"tools": None, "documents": None, **self._named, TAGS[0]: tags[0], TAGS[1]: tags[1]}
         pieces, size = [], 0
         try:
             for piece in self._template.generate(
@@ -81,13 +91,74 @@ class ChatTemplate:
         """Ids of a conversation; exactly one bos at its start where the model has one."""
         guarded, marks = self._guard(messages)
         text = self.render(guarded, add_generation_prompt=add_generation_prompt)
+        return self._one_bos(self._located(text, marks)[0])
+
+    def conversation(self, messages: Sequence[Message], *, last_only: bool = False) -> tuple[list[int], list[bool]]:
+        """Ids of a finished conversation as `encode` gives them, and which of them the assistant says: what is trained.
+
+        Those are the tokens that generation would have to produce: an answer and the token that ends it, none of the template's
+        words around it. An answer that the template ends with no token of `stop_ids` gets `eos` where it ends the conversation.
+        last_only: train the last answer alone. Raises UserError where an answer cannot be found in what the template writes.
+        """
+        guarded, marks = self._guard(messages)
+        text, spans = self._answers(guarded, last_only)
+        ids, places = self._located(text, marks)
+        spans = [self._ended(text, begin, end) for begin, end in spans]
+        trained = [any(begin <= place < end for begin, end in spans) for place in places]
+        whole = self._one_bos(ids)
+        trained = [False] * (len(whole) - len(ids)) + trained[max(0, len(ids) - len(whole)) :]
+        last = max((i for i, flag in enumerate(trained) if flag), default=None)
+        if last is not None and messages[-1].get("role") == ASSISTANT and whole[last] not in self.tokenizer.stop_ids:
+            whole, trained = [*whole[: last + 1], self.tokenizer.eos_id], [*trained[: last + 1], True]
+        return whole, trained
+
+    def _answers(self, messages: Sequence[Message], last_only: bool) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation and where the assistant's turns lie in it: as the template's own tags say, else by what each
+        turn adds to the text of the turns before it."""
+        if self._tagged:
+            opens, closes = _unused(messages, 2)
+            tags = (opens, closes)
+            parts = re.split(f"[{opens}{closes}]", self.render(messages, add_generation_prompt=False, tags=tags))
+            ends = list(itertools.accumulate(map(len, parts)))
+            spans = [(ends[i], ends[i + 1]) for i in range(0, len(ends) - 1, 2)]
+            return "".join(parts), spans[-1:] if last_only else spans
+        text, spans = self.render(messages, add_generation_prompt=False), []
+        turns = [i for i, message in enumerate(messages) if message.get("role") == ASSISTANT]
+        for i in turns[-1:] if last_only else turns:
+            before = self.render(messages[:i])
+            after = self.render(messages[: i + 1], add_generation_prompt=False)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise UserError(
+                    f"chat template: message {i + 1} is written otherwise once the conversation goes on, so it cannot be told apart;"
+                    " set data.turns=last, or mark answers with {% generation %} in the template"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def _ended(self, text: str, begin: int, end: int) -> tuple[int, int]:
+        """A turn's span up to the token that ends it: without blanks behind it, and with it where it stands just behind."""
+        core = text[begin:end].rstrip()
+        if any(core.endswith(token) for token in self._special):
+            return begin, begin + len(core)
+        return begin, end + next((len(token) for token in self._special if text.startswith(token, end)), 0)
+
+    def _located(self, text: str, marks: tuple[str, list[str]] | None) -> tuple[list[int], list[int]]:
+        """Ids of a rendered text, and the character where each begins. `marks`: see `_guard`."""
         if not marks:
-            ids = self.tokenizer.encode_marked(text)
-        else:
-            ids = []
-            for i, part in enumerate(re.split(f"{marks[0]}(\\d+){marks[0]}", text)):
-                ids += self.tokenizer.encode(marks[1][int(part)]) if i % 2 else self.tokenizer.encode_marked(part)
-        return self._one_bos(ids)
+            return self.tokenizer.encode_located(text)
+        ids: list[int] = []
+        places: list[int] = []
+        at = 0
+        for i, part in enumerate(re.split(f"{marks[0]}(\\d+){marks[0]}", text)):
+            more, where = (
+                (list(self.tokenizer.encode(marks[1][int(part)])), None)
+                if i % 2
+                else self.tokenizer.encode_located(part)
+            )
+            ids += more
+            places += [at] * len(more) if where is None else [at + place for place in where]
+            at += len(part) + 2 * (i % 2)  # a mark stands before and behind the number
+        return ids, places
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         bos = self.tokenizer.bos_id
@@ -105,7 +176,7 @@ class ChatTemplate:
         found = [token for token in self._special if any(token in text for text in texts)]
         if not found:
             return [dict(m) for m in messages], None
-        mark = next(c for c in map(chr, range(0xE000, 0xF8FF)) if not any(c in text for text in texts))
+        mark = _unused(messages, 1)[0]
         pattern = re.compile("|".join(map(re.escape, found)))
 
         def one(message: Message) -> dict[str, Any]:
@@ -114,6 +185,12 @@ class ChatTemplate:
             return {**message, "content": pattern.sub(lambda hit: f"{mark}{found.index(hit.group())}{mark}", text)}
 
         return [one(m) for m in messages], (mark, found)
+
+
+def _unused(messages: Sequence[Message], count: int) -> tuple[str, ...]:
+    """Characters of the private use area that no message holds."""
+    held = set(json.dumps([dict(message) for message in messages], ensure_ascii=False, default=str))
+    return tuple(itertools.islice((c for c in map(chr, range(0xE000, 0xF8FF)) if c not in held), count))
 
 
 def template_text(companions: Mapping[str, str]) -> str | None:
@@ -178,14 +255,16 @@ class Steps:
 
 
 class Generation(Extension):
-    """`{% generation %}`, which marks what an assistant wrote for training; here it is only what it encloses."""
+    """`{% generation %}`, which marks what an assistant wrote for training: what it encloses, between two variables that are
+    empty unless the caller of `render` asks for tags."""
 
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        opens, closes = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in TAGS)
+        return nodes.Scope([opens, *body, closes], lineno=line)
 
 
 def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **kwargs: Any) -> str:

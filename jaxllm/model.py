@@ -323,8 +323,9 @@ class LanguageModel(nn.Module, kw_only=True):
             return [
                 nn.vmap(period.func, in_axes=None, axis_size=group.repeats, **stacked)(**period.keywords, name=f"g{i}")
             ]
-        in_axes = (nn.broadcast, nn.broadcast, nn.broadcast)
-        return [nn.scan(period.func, in_axes=in_axes, length=group.repeats, **stacked)(**period.keywords, name=f"g{i}")]
+        # The body is traced once: the check that would trace it again looks at results that are the same for all repeats; there are none.
+        loop = {"in_axes": (nn.broadcast,) * 3, "length": group.repeats, "check_constancy_invariants": False}
+        return [nn.scan(period.func, **loop, **stacked)(**period.keywords, name=f"g{i}")]
 
     @nn.nowrap
     def _check_shared(self) -> None:
@@ -436,6 +437,14 @@ class LanguageModel(nn.Module, kw_only=True):
             capture["stream"] = jnp.concatenate(streams)
         return (None if cache is None else new_cache), Out(None, hidden, capture, aux)
 
+    def declare_ends(self, ctx: Context) -> tuple[Any, Mapping[str, Array]]:
+        """Meets every parameter outside the groups once, and gives what their first layer is called with: see `jaxllm.params.declare`."""
+        R, shared = self.residual_out.start(self._embed(ctx)), self._shared_start(ctx)
+        hidden = self.final_norm(self.residual_out.finish(R))
+        if self.further is not None:
+            self.further(hidden, self._embed, ctx, shared)
+        return R, shared
+
     def head(self, hidden: Array) -> Array:
         """Logits `[.., padded_vocab]`; ids past `vocab_size` get a value no sampler picks and no softmax counts."""
         # A tied matrix is used as it lies: for `hidden @ embed.T` with one row, XLA on CPU makes a naive loop instead of a product.
@@ -458,6 +467,11 @@ class LanguageModel(nn.Module, kw_only=True):
         return cache, Out(self.head(out.hidden), out.hidden, out.capture, out.aux)
 
     # ---- unbound: what callers ask without arrays --------------------------------------------------------------------------------
+
+    @nn.nowrap
+    def block(self, mixer_role: str, ffn_role: str) -> Block:
+        """One layer by itself, unbound."""
+        return self._block(mixer_role, ffn_role)(parent=None)
 
     @nn.nowrap
     def head_weight(self, params: Mapping[str, Any]) -> Array:

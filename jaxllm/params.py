@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +25,35 @@ def is_declared(leaf: Any) -> bool:
 
 
 def declare(model: LanguageModel) -> Params:
-    """The tree of `Declared` boxes (shapes, logical axes, flags) in the model's layout. Nothing is allocated."""
+    """The tree of `Declared` boxes (shapes, logical axes, flags) in the model's layout. Nothing is allocated.
+
+    It is what `model.init` would declare, but each kind of layer is traced once, however often it stands in `model.layers`: what a layer
+    declares depends on its fields alone.
+    """
     ctx = Context.whole(jnp.zeros((1, 2), jnp.int32))
-    return dict(jax.eval_shape(lambda: model.init(jax.random.key(0), ctx))["params"])
+    key = jax.random.key(0)
+    begin = functools.partial(model.init_with_output, method=LanguageModel.declare_ends)
+    (stream, shared), variables = jax.eval_shape(lambda: begin(key, ctx))
+    params = dict(variables.get("params", {}))
+    kinds: dict[tuple[str, str], Params] = {}
+    for i, group in enumerate(model.groups):
+        for pair in group.period:
+            if pair not in kinds:
+                block = model.block(*pair)
+                made = jax.eval_shape(lambda R, s, block=block: block.init(key, R, ctx, None, s), stream, shared)
+                kinds[pair] = dict(made.get("params", {}))
+        period = {f"b{j}": blocks for j, pair in enumerate(group.period) if (blocks := kinds[pair])}
+        if model.scan:
+            params[f"g{i}"] = jax.tree.map(functools.partial(_stacked, group.repeats), period, is_leaf=is_declared)
+        else:
+            params |= {f"g{i}_{n}": period for n in range(group.repeats)}
+    return jax.tree.map(lambda box: box, params, is_leaf=is_declared)
+
+
+def _stacked(repeats: int, box: Declared) -> Declared:
+    """As `nn.scan` declares it: with an axis of repeats in front."""
+    value = jax.ShapeDtypeStruct((repeats, *box.value.shape), box.value.dtype)
+    return box.replace(value=value).add_axis(0, {nn.PARTITION_NAME: "layers"})
 
 
 def path_name(path: Any) -> str:

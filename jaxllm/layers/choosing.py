@@ -15,9 +15,8 @@ from jaxllm.errors import UserError
 from jaxllm.layers.base import Aux, Context, Cost, Layer
 from jaxllm.layers.indexer import Indexer
 from jaxllm.ops.compress import pools_of, tokens_of, touched_windows, whole_windows
-from jaxllm.ops.index_loss import beside_all, imitate_all, imitate_chosen, recall_of
-from jaxllm.ops.mask import visible
-from jaxllm.ops.topk import Docs, reachable, select
+from jaxllm.ops.index_loss import Keys, Queries, beside_all, imitate_all, imitate_chosen, recall_of, sight
+from jaxllm.ops.topk import Docs, select
 
 Shared = Mapping[str, Array]
 
@@ -218,30 +217,27 @@ class Choosing(Layer, kw_only=True):
         sinks: Array | None = None,
     ) -> Aux:
         """From attention over all keys, `query [b t h k]` on `key [b g s k]`."""
-        seen, pools = self._sight(ctx, slice(None))
         loss, recall, free = imitate_all(
             scorer,
             (query, key),
-            seen,
+            *self._who(ctx),
             self.top_k // self.index_pool,
             index_scale=self._index_scale,
             scale=scale,
             softcap=softcap,
             sinks=sinks,
-            pools=pools,
         )
         loss = jnp.sum(jnp.where(ctx.segments > 0, loss, 0.0)) / self.served
         return {"loss/indexer": loss, "metric/recall": mean_recall(recall, free)}
 
-    def _sight(self, ctx: Context, at: slice | np.ndarray) -> tuple[Array, tuple[Array, Array] | None]:
-        """Which tokens the queries `at` see, bool `[b n t]`, and with pools, their tokens and who sees which: see `imitate_all`."""
+    def _who(self, ctx: Context) -> tuple[Queries, Keys]:
+        """The tokens of whole sequences as queries and as keys, and with pools, what these are of."""
         positions, segments, m = ctx.positions, ctx.segments, self.index_pool
-        seen = visible(positions[:, at], positions, segments[:, at], segments)
         if m == 1:
-            return seen, None
+            return Queries(positions, segments), Keys(positions, segments)
         windows, reach = whole_windows(positions, segments, m)
         tokens = windows.last[..., None] + jnp.arange(1 - m, 1, dtype=jnp.int32)
-        return seen, (tokens, reachable(reach[:, at], tokens.shape[1], (segments[:, at], windows.docs)))
+        return Queries(positions, segments, reach), Keys(positions, segments, tokens, windows.docs)
 
     def _recall(
         self,
@@ -255,7 +251,8 @@ class Choosing(Layer, kw_only=True):
         sinks: Array | None = None,
     ) -> Aux:
         """Of the queries `at`, whose attention is `query [b n h k]` on all of `key [b g s k]`."""
-        seen, pools = self._sight(ctx, at)
+        queries, keys = self._who(ctx)
+        seen, pools = sight(jax.tree.map(lambda x: x[:, at], queries), keys)
         q, w, k, query, key = jax.lax.stop_gradient((*scorer, query, key))
         arrays = beside_all(
             (q[:, at], w[:, at], k),

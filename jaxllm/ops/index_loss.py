@@ -7,17 +7,52 @@ have, and dL/dI = softmax(I) - p. The target is a constant. Where an index key i
 weight is that of its tokens.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.ops.attention import LOWEST, causal_blocks, scores_under
-from jaxllm.ops.sparse_attention import by_queries, normalised, rows_at
-from jaxllm.ops.topk import index_scores, top_k_naive
+from jaxllm.ops.mask import visible
+from jaxllm.ops.sparse_attention import SCORES, by_queries, normalised, rows_at
+from jaxllm.ops.topk import index_scores, reachable, top_k_naive
 
 SCORED = 2**24  # bytes of index keys that a block of queries gathers at a time
+
+
+class Queries(NamedTuple):
+    """`positions, segments [b t]`; where index keys are pools, `reach [b t]`: how many of them end at or before each query."""
+
+    positions: Array
+    segments: Array
+    reach: Array | None = None
+
+
+class Keys(NamedTuple):
+    """`positions, segments [b s]` of the tokens; where index keys are pools, their `tokens [b e m]` in the order of their ends, and
+    their documents `docs [b e]`."""
+
+    positions: Array
+    segments: Array
+    tokens: Array | None = None
+    docs: Array | None = None
+
+    def first(self, s: int) -> tuple["Keys", int]:
+        """The first s tokens, and how many of the index keys are of these (one at least, which then nobody sees)."""
+        if self.tokens is None or self.docs is None:
+            return Keys(self.positions[:, :s], self.segments[:, :s]), s
+        e = max(s // self.tokens.shape[2], 1)
+        return Keys(self.positions[:, :s], self.segments[:, :s], self.tokens[:, :e], self.docs[:, :e]), e
+
+
+def sight(queries: Queries, keys: Keys) -> tuple[Array, tuple[Array, Array] | None]:
+    """Which tokens each query sees, bool `[b t s]`; and of pools, their tokens `[b e m]` and who sees which, bool `[b t e]`."""
+    seen = visible(queries.positions, keys.positions, queries.segments, keys.segments)
+    if queries.reach is None or keys.tokens is None or keys.docs is None:
+        return seen, None
+    docs = (queries.segments, keys.docs)
+    return seen, (keys.tokens, reachable(queries.reach, keys.tokens.shape[1], docs))
 
 
 def divergence(scores: Array, mass: Array, seen: Array) -> Array:
@@ -52,43 +87,40 @@ def imitate_chosen(
 def imitate_all(
     index: tuple[Array, Array, Array],
     attention: tuple[Array, Array],
-    seen: Array,
+    queries: Queries,
+    keys: Keys,
     top_k: int,
     *,
     index_scale: float,
     scale: float,
     softcap: float | None = None,
     sinks: Array | None = None,
-    pools: tuple[Array, Array] | None = None,
+    size: int = SCORES,
 ) -> tuple[Array, Array, Array]:
     """`L [b t]` on all visible keys of whole sequences; recall `[b t]`; and where recall means anything.
 
     `index`: the indexer's `q, w, k`. `attention`: `q [b t h k]` and `k [b g s k]` of the attention that is imitated. `sinks [g r 1 1]`.
-    `pools`: of index keys that are pools, the tokens `[b e m]` in the order of their ends, and who sees which, bool `[b t e]`; top_k
-    then counts pools. Recall: see `recall_of`.
+    top_k counts index keys, which may be pools. Recall: see `recall_of`.
+
+    Blocks of queries meet no key beyond them, and hold `size` scores of attention at a time, so memory grows as t.
     """
     (q_i, w, k_i), (q, k) = index, lax.stop_gradient(attention)
-    t = q.shape[1]
+    b, t, h, _ = q.shape
     n = causal_blocks(t)
     options: dict[str, Any] = {"index_scale": index_scale, "scale": scale, "softcap": softcap, "sinks": sinks}
-
-    @jax.checkpoint
-    def block(
-        index: tuple[Array, Array, Array],
-        attention: tuple[Array, Array],
-        seen: Array,
-        pools: tuple[Array, Array] | None,
-    ) -> tuple[Array, Array, Array]:
-        scores, mass, seen = beside_all(index, attention, seen, pools=pools, **options)
-        return divergence(scores, mass, seen), *recall_of(scores, mass, seen, top_k)
-
     parts = []
     for j in range(n):
         at, end = slice(j * t // n, (j + 1) * t // n), (j + 1) * t // n
-        count = end if pools is None else max(end // pools[0].shape[2], 1)
-        part = None if pools is None else (pools[0][:, :count], pools[1][:, at, :count])
-        mine = (q_i[:, at], w[:, at], k_i[:, :count]), (q[:, at], k[:, :, :end])
-        parts.append(block(*mine, seen[:, at, :end], part))
+        some, count = keys.first(end)
+
+        def block(part: Any, some: Keys = some, k_i: Array = k_i[:, :count], k: Array = k[:, :, :end]) -> Any:
+            (q_i, w, q), here = part
+            seen, pools = sight(here, some)
+            scores, mass, seen = beside_all((q_i, w, k_i), (q, k), seen, pools=pools, **options)
+            return divergence(scores, mass, seen), *recall_of(scores, mass, seen, top_k)
+
+        own = jax.tree.map(lambda x, at=at: x[:, at], ((q_i, w, q), queries))
+        parts.append(by_queries(block, own, max(1, size // (b * h * end))))
     loss, recall, free = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
     return loss, recall, free
 
@@ -106,7 +138,7 @@ def beside_all(
 ) -> tuple[Array, Array, Array]:
     """The indexer's scores of some queries on all index keys, attention's mass there (a constant), and who sees which, all `[b t e]`.
 
-    Arguments as of `imitate_all`, where t may be a few of the queries.
+    Arguments as of `imitate_all`, where t may be a few of the queries; `seen` and `pools` are their `sight`.
     """
     q, k = attention
     b, t, h, _ = q.shape

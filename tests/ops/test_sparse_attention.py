@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxllm.cache import EMPTY
 from jaxllm.ops.attention import attention_naive
-from jaxllm.ops.index_loss import divergence, imitate_all, imitate_chosen
+from jaxllm.ops.index_loss import Keys, Queries, divergence, imitate_all, imitate_chosen
 from jaxllm.ops.sparse_attention import attend_gathered, attend_masked, chosen_mask
 from jaxllm.ops.topk import index_scores
 
@@ -95,7 +95,18 @@ def test_imitation_of_all_and_of_the_chosen_follow_their_definitions():
     rng = np.random.default_rng(5)
     scorer = tuple(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, T, 3, 4), (B, T, 3), (B, T, 4)))
     seen = jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
-    loss, recall, free = imitate_all(scorer, (q, k[:, None]), seen, N, index_scale=0.5, scale=0.4)
+    places, docs = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.ones((B, T), jnp.int32)
+
+    def imitated(scorer, size):
+        who = Queries(places, docs), Keys(places, docs)
+        loss, *rest = imitate_all(scorer, (q, k[:, None]), *who, N, index_scale=0.5, scale=0.4, size=size)
+        return jnp.sum(loss), (loss, *rest)
+
+    learn = jax.jit(lambda s: [jax.value_and_grad(imitated, has_aux=True)(s, size) for size in (10**6, B * H * T * 3)])
+    ((_, (loss, recall, free)), _), (_, _) = same = learn(scorer)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *same
+    )  # blocks of 3 queries, and all at once
     scores = np.asarray(index_scores(*scorer, 0.5), np.float64)
     weights = np.where(seen[:, None], np.exp(0.4 * np.einsum("bthk,bsk->bhts", q, k)), 0)
     p = (weights / weights.sum(-1, keepdims=True)).mean(1)
@@ -111,3 +122,18 @@ def test_imitation_of_all_and_of_the_chosen_follow_their_definitions():
     index = jnp.where(seen, jnp.arange(T), EMPTY)
     chosen = imitate_chosen(*scorer, index, jnp.asarray(p, jnp.float32), scale=0.5, size=1000)
     np.testing.assert_allclose(chosen, want, atol=1e-5)
+
+
+def test_imitation_of_all_takes_memory_that_grows_as_the_length():
+    """Some 2^16 tokens, forward and backward: a mask of all pairs alone would take 4 GiB, one block of scores takes 16 MiB."""
+    t = 2 * (2**15 + 1)  # two causal blocks to compile, not eight
+    floats = [(1, t, 2, 4), (1, t, 2), (1, t, 4), (1, t, 1, 4), (1, 1, t, 4)]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in floats]
+    places = jax.ShapeDtypeStruct((1, t), jnp.int32)
+
+    def loss(q_i, w, k_i, q, k, places):
+        who = Queries(places, places), Keys(places, places)
+        return jnp.sum(imitate_all((q_i, w, k_i), (q, k), *who, N, index_scale=1.0, scale=1.0)[0])
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes, places).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**27 + t * 1000 < 2**28

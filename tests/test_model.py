@@ -13,6 +13,7 @@ from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
 from jaxllm.layers.gqa import GQA
 from jaxllm.layers.mlp import MLP
+from jaxllm.model import LanguageModel
 from jaxllm.params import declare, init_params, is_declared, path_name, restack, unstack
 
 MIXERS = {
@@ -222,6 +223,28 @@ def test_mistakes_are_one_line():
         model.apply({"params": init_params(model, jax.random.key(0))}, Context.whole(jnp.zeros((1, 5), jnp.int32)))
     with pytest.raises(UserError, match="model.dtype"):
         build(dtype="fp8")
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"residual": toys.GrowingBlocks, "tie_embeddings": False}])
+def test_a_declaration_is_what_init_declares_though_each_kind_is_traced_once(kwargs, monkeypatch):
+    model, traced = build(**kwargs), []
+    for m in (model, model.unrolled()):
+        ran = jax.eval_shape(lambda m=m: m.init(jax.random.key(0), Context.whole(jnp.zeros((1, 2), jnp.int32))))
+        flat, tree = jax.tree_util.tree_flatten(ran["params"], is_leaf=is_declared)
+        got, same = jax.tree_util.tree_flatten(declare(m), is_leaf=is_declared)
+        assert same == tree
+        for a, b in zip(got, flat, strict=True):
+            facts = [(x.value.shape, x.value.dtype, x.names, x.trainable, x.init, x.update is None) for x in (a, b)]
+            assert facts[0] == facts[1]
+    real = LanguageModel.mixer
+
+    def counted(m, role, **kw):
+        traced.extend([role] * ("name" in kw))  # named: inside a block that is run
+        return real(m, role, **kw)
+
+    monkeypatch.setattr(LanguageModel, "mixer", counted)
+    declare(model.clone(layers="9* rec/biased kv/dense rec/biased | kv/dense | 30* kv/dense rec/biased"))
+    assert sorted(traced) == ["kv", "rec"]
 
 
 def test_init_by_running_the_model_has_the_declared_scale():

@@ -47,6 +47,38 @@ def saved_for_backward(loss: Callable[..., jax.Array], params: Any, *args: Any) 
     return total
 
 
+def saved_by_layer(layer: Callable[..., Any], params: Any, moving: Any, still: Any) -> tuple[int, int]:
+    """Bytes that the backward of `layer(params, moving, still)` keeps: (those that every repeat of it keeps, those that all repeats share).
+
+    moving: what layers hand on; where the backward needs it as it came, it is counted. still: what is the same for all of them, counted
+    nowhere; what is made of it alone is shared. Parameters are not counted.
+    """
+    closed = jax.make_jaxpr(lambda p, m, s: jax.vjp(lambda *own: layer(*own, s), p, m)[1])(params, moving, still)
+    sizes = [len(jax.tree.leaves(tree)) for tree in (params, moving)]
+    invars = closed.jaxpr.invars
+    free = {id(v) for v in [*invars[: sizes[0]], *invars[sum(sizes) :], *closed.jaxpr.constvars]}
+    own = _reached(closed.jaxpr, [i < sum(sizes) for i in range(len(invars))])
+    found = {id(v): v for v in closed.jaxpr.outvars if not isinstance(v, Literal) and id(v) not in free}
+    size = {name: v.aval.size * jnp.dtype(v.aval.dtype).itemsize for name, v in found.items()}
+    each = sum(n for name, n in size.items() if name in own)
+    return each, sum(size.values()) - each
+
+
+def _reached(jaxpr: Any, given: list[bool]) -> set[int]:
+    """Ids of the variables of a program that depend on an input that is `given`. Called programs are looked into; loops are one step."""
+    reached = {id(v) for v, yes in zip(jaxpr.invars, given, strict=True) if yes}
+    for eqn in jaxpr.eqns:
+        inputs = [id(v) in reached for v in eqn.invars]
+        called = getattr(eqn.params.get("jaxpr"), "jaxpr", None)
+        if called is not None and eqn.primitive.name in ("jit", "pjit", "closed_call"):
+            inside = _reached(called, inputs)
+            outputs = [id(v) in inside for v in called.outvars]
+        else:
+            outputs = [any(inputs)] * len(eqn.outvars)
+        reached.update(id(v) for v, yes in zip(eqn.outvars, outputs, strict=True) if yes)
+    return reached
+
+
 def free_bytes(device: jax.Device) -> int | None:
     """Bytes this device can still hand out; on CPU the host's free memory, which all its devices share. None = not known."""
     stats = device.memory_stats() or {}

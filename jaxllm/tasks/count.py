@@ -10,17 +10,14 @@ table too (Mixtral's 12.9 of 46.7). Under tied embeddings the table is the head,
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from jaxllm.config import Config
 from jaxllm.errors import UserError
-from jaxllm.layers.base import Context
-from jaxllm.measure.memory import saved_for_backward, shard_bytes, tree_bytes
+from jaxllm.measure.memory import shard_bytes, tree_bytes
 from jaxllm.mesh import abstract_mesh, param_shardings
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, is_declared, path_name
@@ -28,12 +25,8 @@ from jaxllm.tasks import TaskIO
 from jaxllm.tasks.calculate import answers
 from jaxllm.tasks.count_layers import by_layer, predicted
 from jaxllm.tasks.count_layers import table as layer_table
-from jaxllm.training.losses import backbone
-from jaxllm.training.objectives import Forward, total_loss
+from jaxllm.tasks.count_memory import training_memory
 from jaxllm.training.settings import TrainSettings
-from jaxllm.training.state import abstract_state
-
-TRACED = 12  # layers, a scanned one counted once, that `activation_bytes` traces as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,65 +140,6 @@ def flops_per_token(model: LanguageModel, phase: str, context: int) -> float:
         return model.cost(1, 1, context).flops
     forward = model.cost(1, context, (context + 1) / 2).flops / context
     return forward * (3 if phase == "train" else 1)
-
-
-def training_memory(
-    cfg: Config, model: LanguageModel, declared: Any, mesh: Any, *, rows: int | None = None, length: int | None = None
-) -> dict[str, Any]:
-    """Bytes a device holds in training: parameters, gradients, optimiser state, and what one micro-batch keeps for its backward."""
-    train: TrainSettings = cfg.section("train")
-    place = cfg.section("mesh")
-    state = abstract_state(model, cfg.build("optim"), mesh=mesh, rules=place.rules, declared=declared)
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.params)
-    rows = rows or max(1, train.batch_size // train.accumulate)
-    length = length or train.seq_len
-    ways = mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1) * mesh.shape.get("expert", 1)
-    per_device = {
-        "params": shard_bytes(state.params),
-        "grads": shard_bytes(grads),
-        "optimiser": shard_bytes((state.opt_state, state.master)),
-        # Each device keeps its rows whole; what tensor parallelism also splits is left out, so this is an upper bound there.
-        "activations": activation_bytes(cfg, model, state.params, -(-rows // ways), length),
-    }
-    return {"per_device": per_device, "rows": rows, "length": length}
-
-
-def activation_bytes(cfg: Config, model: LanguageModel, params: Any, rows: int, length: int) -> int:
-    """What the backward of this configuration's loss keeps, for `rows` sequences of `length` tokens.
-
-    Tracing takes seconds a layer that is not scanned. Where there are many, each kind of layer is traced once and once more, and the
-    difference counts for every other layer of its kind.
-    """
-    if model.remat != "none" or sum(len(group.period) for group in model.groups) <= TRACED:
-        return _traced_bytes(cfg, model, params, rows, length)
-    number: collections.Counter[tuple[str, str]] = collections.Counter()
-    for group in model.groups:
-        for pair in group.period:
-            number[pair] += group.repeats
-
-    def of(*pairs: tuple[str, str]) -> int:
-        small = model.clone(layers=" ".join("/".join(pair) for pair in pairs))
-        params = jax.tree.map(lambda box: box.value, declare(small), is_leaf=is_declared)
-        return _traced_bytes(cfg, small, params, rows, length)
-
-    once = of(*number)
-    return once + sum((n - 1) * (of(*number, pair) - once) for pair, n in number.items() if n > 1)
-
-
-def _traced_bytes(cfg: Config, model: LanguageModel, params: Any, rows: int, length: int) -> int:
-    objectives = cfg.build("objective")
-    spec = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    batch = {name: spec for name in ("tokens", "labels", "positions", "segments")}
-    batch["weights"] = jax.ShapeDtypeStruct((rows, length), jnp.float32)
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"], train=True)
-        out = backbone(model, params, ctx, {"dropout": jax.random.key(0)})
-        counts = {name: o.count(batch) for name, o in objectives.items()} | {"valid": jnp.sum(batch["weights"])}
-        weights = {name: jnp.float32(1.0) for name in objectives}
-        return total_loss(objectives, Forward(model, params, batch, ctx, out, 1, jax.random.key(0)), counts, weights)[0]
-
-    return saved_for_backward(loss, params, batch)
 
 
 def table(declared: Any, mesh: Any, rules: Any) -> list[str]:

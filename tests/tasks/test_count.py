@@ -8,7 +8,7 @@ from jaxllm.compose import compose
 from jaxllm.errors import UserError
 from jaxllm.mesh import build_mesh
 from jaxllm.params import declare, init_params, is_declared
-from jaxllm.tasks import TaskIO, count
+from jaxllm.tasks import TaskIO, count, count_memory
 from jaxllm.training.state import new_state
 from jaxllm.weights.choose import choose
 
@@ -89,15 +89,26 @@ def test_remat_and_accumulation_lower_the_activations():
     assert half == pytest.approx(keep / 2, rel=0.02)
 
 
-def test_many_layers_are_counted_by_kind(monkeypatch):
-    model = (
-        "count.phase=train",
-        "model.layers=2* global/dense | global/dense | 2* global/wide",
-        "+ffn@model.ffns.wide=gelu",
-    )
-    traced = run(*model)[1]["train_bytes_parts"]["activations"]
-    monkeypatch.setattr(count, "TRACED", 2)
-    assert run(*model)[1]["train_bytes_parts"]["activations"] == pytest.approx(traced, rel=0.02)
+# name, overrides: residuals that are read and not carried, layers that hand on a choice, a convolution, several groups of one kind.
+BY_KIND = {
+    "groups": ("model.layers=2* global/dense | global/dense | 2* global/wide", "+ffn@model.ffns.wide=gelu"),
+    "attention residuals": ("model=kimi_k3_tiny", "model.layers=3* linear/dense | 2* linear/dense"),
+    "shared choice": ("model=sparse_tiny",),
+}
+
+
+@pytest.mark.parametrize("name", BY_KIND)
+def test_what_a_backward_keeps_is_counted_by_kind_of_layer_and_equals_the_whole_program(name, monkeypatch):
+    parts = []
+    real = count_memory._of_loss
+    monkeypatch.setattr(count_memory, "_of_loss", lambda *a: (parts.append(a), real(*a))[1])
+    cfg, result = run("count.phase=train", *BY_KIND[name])
+    model = cfg.build("model")
+    (_, looked_at, *_), *rest = parts
+    assert not rest and looked_at.num_layers == 1 < model.num_layers  # never the whole of it
+    params = count_memory._shapes(declare(model))
+    whole = real(cfg, model, params, result["train_rows"], result["train_seq_len"])
+    assert result["train_bytes_parts"]["activations"] == pytest.approx(whole, rel=1e-6)
 
 
 def test_the_table_names_every_parameter():

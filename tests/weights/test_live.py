@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from jaxllm.weights.logits import full_logits
 from jaxllm.weights.mxfp4 import expand
 from jaxllm.weights.tokenizer_files import hf_files
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip(
     "torch", reason="parity: torch is not installed (pip install 'jaxllm[parity]'); the golden files are used instead"
@@ -77,6 +80,27 @@ def test_transformers_reads_a_model_and_a_tokenizer_of_ours(tmp_path):
     text = "hello w\u00f6rld\n"
     reader = transformers.AutoTokenizer.from_pretrained(out)
     assert reader(text)["input_ids"] == tokenizer.prompt(text) and reader.decode(tokenizer.encode(text)) == text
+
+
+def test_a_run_that_was_trained_goes_to_transformers(tmp_path):
+    """The commands of the documentation: train, export, logits; transformers reads the export and agrees, with its tokenizer too."""
+
+    def command(*words):
+        subprocess.run(
+            [sys.executable, "-m", "jaxllm.run", *words], check=True, cwd=ROOT, capture_output=True, timeout=600
+        )
+
+    run, out, ids = tmp_path / "run", tmp_path / "out", np.arange(2 * 31, dtype=np.int32).reshape(2, 31) * 7 % 256
+    command("+experiment=smoke", "train.steps=30", "optim.lr=3e-3", f"run_dir={run}")
+    command("task=convert", f"source={run}", "format=hf", f"out={out}", "dtype=float32")
+    np.save(tmp_path / "ids.npy", ids)
+    command("task=logits", f"source={run}", f"tokens={tmp_path / 'ids.npy'}", f"out={tmp_path / 'logits.npy'}")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(ids)).logits.numpy()
+    ours = np.load(tmp_path / "logits.npy")
+    assert wanted.std() > 0.5, "training moved the logits"
+    np.testing.assert_allclose(ours[..., : wanted.shape[-1]], wanted, atol=1e-4, rtol=0)
 
 
 def test_experts_of_four_bits_are_what_transformers_reads():

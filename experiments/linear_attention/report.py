@@ -20,7 +20,13 @@ from typing import Any
 
 import numpy as np
 
-NAMES = {"softmax": "softmax, RoPE", "gdn": "Gated DeltaNet", "kda": "KDA", "hybrid": "KDA and MLA, 3:1"}
+NAMES = {
+    "softmax": "softmax, RoPE",
+    "softmax_local": "softmax, RoPE, first layer: window of 2",
+    "gdn": "Gated DeltaNet",
+    "kda": "KDA",
+    "hybrid": "KDA and MLA, 3:1",
+}
 TOKENS = 96  # of a text in the heat maps
 
 
@@ -35,10 +41,10 @@ def other_study(name: str) -> ModuleType:
 
 
 def variant(model: dict[str, Any]) -> str:
-    """Which of the four a run trained, from its resolved model."""
+    """Which of the models a run trained, from its resolved node."""
     mixers = model["mixers"]
     if "linear" not in mixers:
-        return "softmax"
+        return "softmax_local" if "local" in mixers else "softmax"
     if "global" in mixers:
         return "hybrid"
     return "gdn" if "num_v_heads" in mixers["linear"] else "kda"
@@ -124,7 +130,8 @@ def draw_positions(curves: dict[str, Any], trained: int, length: int, path: Path
     figure, axes = plots.canvas(
         f"Trained on {trained:,} tokens, read on {length:,}", f"{seeds} seeds", "position", "nats per token"
     )
-    for (name, runs), colour in zip(curves.items(), (plots.GREY, plots.GREEN, plots.BLUE, plots.ORANGE), strict=False):
+    colours = (plots.GREY, plots.GREEN, plots.BLUE, plots.ORANGE, plots.INK)
+    for (name, runs), colour in zip(curves.items(), colours, strict=False):
         values = np.array(runs)
         places = (np.arange(values.shape[1]) + 0.5) * length / values.shape[1]
         axes.plot(places, values.mean(axis=0), color=colour, linewidth=2, label=NAMES[name])
@@ -146,19 +153,18 @@ def table(text: dict[str, Any], recall: dict[str, Any], curves: dict[str, Any], 
         "loss of recall",
     )
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    for name, runs in text.items():
-        near = [statistics.mean(c[: max(1, len(c) // times)]) for c in curves[name]]
-        far = [statistics.mean(c[-len(c) // 8 :]) for c in curves[name]]
-        answers = [r["val_loss"] for r in recall.get(name, [])]
-        cells = (
-            NAMES[name],
-            str(len(runs)),
-            spread([r["val_loss"] for r in runs], 4),
-            spread([r["tokens_per_s"] for r in runs], 0),
-            spread(near, 3),
-            spread(far, 3),
-            spread(answers, 4) if answers else "-",
+    for name in (n for n in NAMES if n in text or n in recall):
+        runs, answers = text.get(name, []), [r["val_loss"] for r in recall.get(name, [])]
+        near = [statistics.mean(c[: max(1, len(c) // times)]) for c in curves.get(name, [])]
+        far = [statistics.mean(c[-len(c) // 8 :]) for c in curves.get(name, [])]
+        columns = (
+            ([r["val_loss"] for r in runs], 4),
+            ([r["tokens_per_s"] for r in runs], 0),
+            (near, 3),
+            (far, 3),
+            (answers, 4),
         )
+        cells = (NAMES[name], str(max(len(runs), len(answers))), *(spread(v, n) if v else "-" for v, n in columns))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,5 +1,6 @@
 """The linear-attention study at toy scale: its sweep's runs are read, measured and drawn; its recall rows hold one document each."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from jaxllm.tasks.source import build_model, pack_tokenizer
 from jaxllm.training.state import new_state
 
 FILE = Path(__file__).parents[2] / "experiments" / "linear_attention" / "report.py"
-MODELS = ("softmax", "gdn", "kda", "hybrid")
+MODELS = ("softmax", "softmax_local", "gdn", "kda", "hybrid")
 TINY = [
     "+experiment=linear_attention",
     "data=synthetic",
@@ -47,8 +48,10 @@ def test_models_are_equally_large():
 
 def test_a_row_of_the_recall_experiment_is_a_document():
     cfg = compose(["+experiment=linear_attention_recall", "data.documents=20"])
-    lengths = cfg.build("data").prepare().train.lengths
-    assert {int(n) for n in lengths} == {cfg["train.seq_len"]}
+    few, all_pairs = cfg.section("stages")
+    first = dataclasses.replace(cfg.build_node(few.data, "stages.0.data"), documents=20)
+    for source, row in ((first, few.seq_len), (cfg.build("data"), all_pairs.seq_len or cfg["train.seq_len"])):
+        assert {int(n) for n in source.prepare().train.lengths} == {row}
 
 
 def finished(folder, cfg):
@@ -69,6 +72,9 @@ def test_the_report_reads_measures_and_draws(study, tmp_path):
         finished(tmp_path / "sweep" / name, cfg)
     study.main([str(tmp_path / "sweep"), str(tmp_path / "sweep"), str(tmp_path), "--times", "2", "--windows", "2"])
     lines = (tmp_path / "table.md").read_text().splitlines()
+    local = compose(["model=linear_attention/softmax_local"])["model"]
+    recalled = study.table({}, {study.variant(local): [{"val_loss": 0.5}]}, {}, 2).splitlines()[-1]
+    assert recalled == f"| {study.NAMES['softmax_local']} | 1 | - | - | - | - | 0.5000 |"
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| softmax, RoPE", "| KDA"]
     assert "| 2.5000 | 1,000 |" in lines[2] and lines[3].endswith("| 2.5000 |")
     assert (tmp_path / "loss_by_position.png").stat().st_size > 0 and (tmp_path / "decays.png").stat().st_size > 0

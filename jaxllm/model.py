@@ -20,6 +20,7 @@ from jax import Array
 
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Aux, Context, Cost, Normal, merged, named, param
+from jaxllm.layers.lora import LoRA
 from jaxllm.layers.mtp import MultiToken
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.residual import Residual
@@ -121,7 +122,8 @@ class LanguageModel(nn.Module, kw_only=True):
     (GPT-2), and with it the longest sequence. embed_norm: a norm right after the embedding (nanochat). pre_norms, post_norms: see
     `Block` (Gemma 2: both; OLMo 2: only post). logit_scale: factor on the logits before the softcap (Granite: 1 / logits_scaling).
     max_seq_len: the longest sequence allowed; null = `learned_positions`, or no limit. mtp: heads that predict further tokens
-    (`jaxllm.layers.mtp`), run when `capture` asks for "mtp": `capture["mtp"] [depth, b, t, d]`, ready for the head.
+    (`jaxllm.layers.mtp`), run when `capture` asks for "mtp": `capture["mtp"] [depth, b, t, d]`, ready for the head. lora: low-rank
+    adapters on some matrices, all else frozen (`jaxllm.layers.lora`); their parameters are declared by `params.declare`.
     """
 
     vocab_size: int
@@ -132,6 +134,7 @@ class LanguageModel(nn.Module, kw_only=True):
     residual: Callable[..., Residual] = Residual
     norm: Callable[..., nn.Module] = RMSNorm
     mtp: Callable[..., MultiToken] | None = None
+    lora: LoRA | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     embed_scale: float | None = None
@@ -324,8 +327,12 @@ class LanguageModel(nn.Module, kw_only=True):
                 nn.vmap(period.func, in_axes=None, axis_size=group.repeats, **stacked)(**period.keywords, name=f"g{i}")
             ]
         # The body is traced once: the check that would trace it again looks at results that are the same for all repeats; there are none.
-        loop = {"in_axes": (nn.broadcast,) * 3, "length": group.repeats, "check_constancy_invariants": False}
-        return [nn.scan(period.func, **loop, **stacked)(**period.keywords, name=f"g{i}")]
+        loop: dict[str, Any] = {
+            "in_axes": (nn.broadcast,) * 3,
+            "length": group.repeats,
+            "check_constancy_invariants": False,
+        }
+        return [nn.scan(period.func, **{**loop, **stacked})(**period.keywords, name=f"g{i}")]
 
     @nn.nowrap
     def _check_shared(self) -> None:

@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxllm.layers.base import Context, Declared
+from jaxllm.layers.lora import merge
 from jaxllm.mesh import Rules, param_shardings
 from jaxllm.model import LanguageModel
 
@@ -47,13 +48,23 @@ def declare(model: LanguageModel) -> Params:
             params[f"g{i}"] = jax.tree.map(functools.partial(_stacked, group.repeats), period, is_leaf=is_declared)
         else:
             params |= {f"g{i}_{n}": period for n in range(group.repeats)}
-    return jax.tree.map(lambda box: box, params, is_leaf=is_declared)
+    params = jax.tree.map(lambda box: box, params, is_leaf=is_declared)
+    return params if model.lora is None else model.lora.declare(params)
 
 
 def _stacked(repeats: int, box: Declared) -> Declared:
     """As `nn.scan` declares it: with an axis of repeats in front."""
     value = jax.ShapeDtypeStruct((repeats, *box.value.shape), box.value.dtype)
-    return box.replace(value=value).add_axis(0, {nn.PARTITION_NAME: "layers"})
+    stacked: Any = box.replace(value=value)
+    return stacked.add_axis(0, {nn.PARTITION_NAME: "layers"})
+
+
+def plain(model: LanguageModel, params: Mapping[str, Any]) -> tuple[LanguageModel, Params]:
+    """The model without adapters, and its parameters with theirs added in: the same function. Pure."""
+    if model.lora is None:
+        return model, dict(params)
+    model = model.clone(lora=None)
+    return model, merge(params, declare(model))
 
 
 def path_name(path: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import importlib
 import inspect
 import pkgutil
@@ -79,6 +80,18 @@ def suggest(name: str, valid: Iterable[str], prefix: str = "", suffix: str = "")
         return ""
     more = f", ... ({len(names)} in all)" if len(names) > 20 else ""
     return "; valid: " + ", ".join(names[:20]) + more
+
+
+def matching(globs: Iterable[str], names: Iterable[str], key: str, kind: str = "parameter") -> set[str]:
+    """The names that some glob names (`*` spans slashes); a glob that names nothing is an error with the nearest ones."""
+    names, found = list(names), set()
+    for glob in globs:
+        hits = {name for name in names if fnmatch.fnmatchcase(name, glob)}
+        if not hits:
+            near = sorted(names, key=lambda n: -difflib.SequenceMatcher(None, glob.replace("*", ""), n).ratio())[:3]
+            raise UserError(f"{key}: {glob!r} names no {kind}; nearest: {', '.join(near) or 'none'}")
+        found |= hits
+    return found
 
 
 def is_node(value: Any) -> bool:

@@ -15,6 +15,11 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from jaxllm.layers.axes import sides
+from jaxllm.ops.low_rank import low_rank_sum
+
+ADAPTER = "_lora_"  # between a parameter's name and `a`, `b`, `scale` of its adapter
+
 Aux = dict[str, Array]
 Initializer = Callable[..., Array]
 
@@ -178,7 +183,8 @@ def param(
     once, against the declaration, where parameters enter the program.
     """
     if module.has_variable("params", name):
-        return nn.meta.unbox(module.get_variable("params", name))  # boxed when they come straight from `model.init`
+        w = nn.meta.unbox(module.get_variable("params", name))  # boxed when they come straight from `model.init`
+        return adapted(module, name, w, axes) if module.has_variable("params", f"{name}{ADAPTER}a") else w
     if len(axes) != len(shape):
         raise ValueError(f"parameter {name}: {len(axes)} logical axes for shape {shape}")
     dtype = getattr(module, "param_dtype", jnp.float32) if dtype is None else dtype
@@ -187,6 +193,14 @@ def param(
         return Declared(init(key, shape, dtype), names=axes, init=init, trainable=trainable, update=update)
 
     return cast(Array, module.param(name, boxed))  # boxed while initialising, the bare array otherwise
+
+
+def adapted(module: nn.Module, name: str, w: Array, axes: tuple[str | None, ...]) -> Array:
+    """The matrix plus its adapter, float32: see `jaxllm.layers.lora`."""
+    split = sides(axes)
+    assert split is not None, name
+    a, b, scale = (cast(Array, module.get_variable("params", f"{name}{ADAPTER}{part}")) for part in ("a", "b", "scale"))
+    return low_rank_sum(w, a, b, scale, split.stack, split.inputs, split.outputs)
 
 
 @dataclasses.dataclass(frozen=True)

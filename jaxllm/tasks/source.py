@@ -7,12 +7,14 @@ its configuration, and its shapes are compared with the model's before anything 
 
 import re
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.checkpoint import Checkpoints, read_meta
@@ -21,7 +23,7 @@ from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.errors import UserError
 from jaxllm.mesh import Rules
 from jaxllm.model import LanguageModel
-from jaxllm.params import declare, is_declared, path_name
+from jaxllm.params import declare, is_declared, path_name, plain
 from jaxllm.targets import SAVED_TARGETS
 from jaxllm.weights.load import read_node, read_params
 from jaxllm.weights.open import is_foreign, open_tensors
@@ -61,6 +63,8 @@ def open_source(
 ) -> Source:
     """Open a run folder (its newest whole checkpoint), its `checkpoints` folder, one checkpoint, a Hugging Face folder or a GGUF file.
 
+    A checkpoint of adapters comes merged with its base, as a model like any other.
+
     Args:
         overrides: dotted keys of the saved configuration to set anew (`{"model.logit_softcap": 30.0}`). One that
             changes the shape of a parameter is refused.
@@ -81,10 +85,57 @@ def open_source(
             raise UserError(f"checkpoint {folder.name} holds no configuration")
         config = Config.from_yaml(text, overrides, allow_targets)
         model = build_model(config, tokenizer)
+        if model.lora is not None:
+            params = add_base(model, params, meta.get("base"), allow_targets, warn)
         _check_shapes(model, params)
+        if model.lora is not None:
+            model, params = plain(model, params)
+            config = config.replace({"model.lora": None})
     except UserError as error:
         raise UserError(f"source={source}: {str(error).removeprefix(f'{path}: ')}") from error
     return Source(config, model, params, tokenizer, step, folder, meta)
+
+
+def add_base(
+    model: LanguageModel,
+    params: Mapping[str, Any],
+    checksum: str | None,
+    allow_targets: tuple[str, ...],
+    warn: Callable[[str], None] | None,
+) -> dict[str, Any]:
+    """A checkpoint of adapters and the parameters of the base that it names, in one tree. checksum: of the base it was trained on."""
+    assert model.lora is not None
+    if model.lora.base is None or not Path(model.lora.base).exists():
+        raise UserError(
+            f"model.lora.base={model.lora.base}: these adapters need the model they were trained on and it is not there;"
+            " say where it is with model.lora.base=PATH"
+        )
+    base = open_source(model.lora.base, allow_targets=allow_targets, warn=warn)
+    _check_shapes(model.clone(lora=None), base.params)
+    if checksum is not None and checksum != checksum_of(base.params):
+        raise UserError(
+            f"model.lora.base={model.lora.base}: holds other parameters than these adapters were trained on"
+        )
+    return overlay(base.params, params)
+
+
+def overlay(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of both trees; those of `over` win."""
+    out = dict(under)
+    for key, value in over.items():
+        out[key] = overlay(out.get(key, {}), value) if isinstance(value, Mapping) else value
+    return out
+
+
+def checksum_of(params: Mapping[str, Any]) -> str | None:
+    """CRC-32 over all parameters in the order of the tree; None where other processes hold some of them."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(dict(params))[0]:
+        if not getattr(leaf, "is_fully_addressable", True):
+            return None
+        total = zlib.crc32(path_name(path).encode(), total)
+        total = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8), total)
+    return f"{total:08x}"
 
 
 def _open_foreign(

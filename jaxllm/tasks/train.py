@@ -27,6 +27,7 @@ from jaxllm.data.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from jaxllm.errors import UserError
 from jaxllm.folder import CONFIG, write_text
 from jaxllm.inference.generate import Generator, sample_text
+from jaxllm.layers.lora import adapters, without
 from jaxllm.measure import plots
 from jaxllm.measure.chips import peak_flops
 from jaxllm.measure.environment import environment
@@ -34,13 +35,13 @@ from jaxllm.measure.memory import check_room, shard_bytes
 from jaxllm.measure.trackers import Tracker
 from jaxllm.mesh import build_mesh, check_batch, param_shardings
 from jaxllm.model import LanguageModel
-from jaxllm.params import declare, is_declared
+from jaxllm.params import declare, init_params, is_declared, plain
 from jaxllm.tasks import TaskIO
-from jaxllm.tasks.source import build_model, open_source, pack_tokenizer
+from jaxllm.tasks.source import add_base, build_model, checksum_of, open_source, overlay, pack_tokenizer
 from jaxllm.training.loop import Data, Loop, Outside, Result
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.stages import Stage, plan
-from jaxllm.training.state import TrainState, abstract_state, leaves_by_path, new_state, trained
+from jaxllm.training.state import TrainState, abstract_state, leaves_by_path, new_state, stored, trained
 
 CHECKPOINTS, TOKENIZER, SAMPLES = "checkpoints", "tokenizer", "samples.jsonl"
 
@@ -52,7 +53,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     place = cfg.section("mesh")
     mesh = build_mesh(place.axes, axis_type=place.axis_type)
     io.log(f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh {_sizes(mesh.shape)}")
-    cfg, tokenizer, params = _given(cfg, io, mesh, place.rules)
+    cfg, tokenizer, params, checksum = _given(cfg, io, mesh, place.rules)
     entries = cfg.section("stages")
     optimiser, objectives = cfg.build("optim"), cfg.build("objective")
     schedules = {i: cfg.build_node(s.schedule, f"stages.{i}.schedule") for i, s in enumerate(entries) if s.schedule}
@@ -99,6 +100,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
                 "data": corpus.facts,
                 "environment": facts,
                 "origin": origin,
+                **({} if checksum is None else {"base": checksum}),
             },
             run_dir=io.run_dir,
             peak=peak_flops(jax.devices()[0], CONF / "chip"),
@@ -116,30 +118,48 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
 # --- what a run starts from -------------------------------------------------------------------------------------------
 
 
-def _given(cfg: Config, io: TaskIO, mesh: Any, rules: Any) -> tuple[Config, Tokenizer | None, dict[str, Any] | None]:
-    """(configuration, tokenizer, parameters) to start from. With `source=`, its model takes the place of the one composed here.
+def _given(
+    cfg: Config, io: TaskIO, mesh: Any, rules: Any
+) -> tuple[Config, Tokenizer | None, dict[str, Any] | None, str | None]:
+    """(configuration, tokenizer, parameters, their checksum) to start from. With `source=`, its model takes the place of the one
+    composed here; the checksum is of the base of adapters.
 
-    A run that goes on has all it needs in its own folder, and the source may be gone.
+    A run that goes on has all it needs in its own folder, and the source may be gone; but adapters need their base.
     """
+    lora = cfg.get("model.lora")
     if cfg.source is None or io.run_dir is None:
-        return cfg, None, None
+        if lora is not None:
+            raise UserError(
+                "model.lora: adapters are for a model that is there; give source=<run folder or checkpoint>"
+            )
+        return cfg, None, None, None
     typed = {key: value for key, value in cfg.explicit.items() if key.startswith("model.")}
     step = Checkpoints(io.run_dir / CHECKPOINTS).latest() if io.resume else None
+    checksum = None
     if step is not None:
-        saved = read_meta(io.run_dir / CHECKPOINTS / str(step))["config"]
-        node = Config.from_yaml(saved, typed, cfg.allow_targets)["model"]
+        meta = read_meta(io.run_dir / CHECKPOINTS / str(step))
+        node = Config.from_yaml(meta["config"], typed, cfg.allow_targets)["model"]
         tokenizer, params = load_tokenizer(io.run_dir / TOKENIZER), None
+        if node.get("lora") is not None:
+            checksum = meta.get("base")
+            model = build_model(cfg.replace({"model": node}), tokenizer)
+            params = add_base(model, {}, checksum, cfg.allow_targets, io.log)
     else:
         path = cfg.path(cfg.source)
-        given = open_source(path, overrides=typed, allow_targets=cfg.allow_targets, warn=io.log, mesh=mesh, rules=rules)
+        rest = {key: value for key, value in typed.items() if key.split(".")[1] != "lora"}
+        given = open_source(path, overrides=rest, allow_targets=cfg.allow_targets, warn=io.log, mesh=mesh, rules=rules)
         if given.tokenizer is None:
             raise UserError(f"source={cfg.source}: has no tokenizer, so text cannot be read in its tokens")
         io.log(f"source: training starts from {given.folder}, with its model and tokenizer")
         node, tokenizer, params = given.config["model"], given.tokenizer, given.params
+        if lora is not None and "_target_" not in lora:
+            raise UserError("model.lora: choose adapters by +lora@model.lora=attention or +lora@model.lora=all")
+        if lora is not None:
+            node, checksum = node | {"lora": lora | {"base": str(given.folder)}}, checksum_of(params)
     cfg = cfg.replace({"model": node})
     if jax.process_index() == 0:
         write_text(io.run_dir / CONFIG, cfg.to_yaml())
-    return cfg, tokenizer, params
+    return cfg, tokenizer, params, checksum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,16 +243,36 @@ def _state(
         "parameters and optimiser state",
         "split them over more devices (mesh.axes.fsdp) or make the model smaller",
     )
+    if params is not None:
+        theirs = without(declared)
+        params = _placed(params, without(abstract.params), param_shardings(theirs, mesh, rules))
     if io.resume and checkpoints.latest() is not None:
-        state, meta, step = checkpoints.restore(abstract, warn=io.log)
+        state, meta, step = checkpoints.restore(stored(abstract, model, declared), warn=io.log)
         io.log(f"resume: from step {step}")
-        return state, meta
+        return (state if params is None else dataclasses.replace(state, params=_completed(state.params, params))), meta
     if io.resume:
         io.log("resume: no checkpoint was saved yet, so the run starts at step 0")
-    if params is not None:
-        shardings, wanted = param_shardings(declared, mesh, rules), abstract.params
-        params = jax.tree.map(lambda a, w, s: jax.device_put(a.astype(w.dtype), s), dict(params), wanted, shardings)
+    if params is not None and model.lora is not None:
+        key = jax.random.key(cfg.seed, impl="threefry2x32")
+        params = overlay(params, init_params(model, key, mesh=mesh, rules=rules, declared=adapters(declared)))
     return new_state(model, optimiser, cfg.seed, mesh=mesh, rules=rules, declared=declared, params=params), {}
+
+
+def _placed(params: Mapping[str, Any], wanted: Any, shardings: Any) -> dict[str, Any]:
+    """Parameters in the model's dtypes and on its devices."""
+    return jax.tree.map(lambda a, w, s: jax.device_put(a.astype(w.dtype), s), dict(params), wanted, shardings)
+
+
+def _completed(kept: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of adapters kept, and the base's parameter wherever it kept none."""
+    return {
+        key: _completed(value, base.get(key, {}))
+        if isinstance(value, Mapping)
+        else base[key]
+        if value is None
+        else value
+        for key, value in kept.items()
+    }
 
 
 def _counts(declared: Mapping[str, Any]) -> dict[str, int]:
@@ -252,8 +292,9 @@ class _Samples:
         self._generator: tuple[LanguageModel, Generator] | None = None
 
     def __call__(self, model: LanguageModel, params: Mapping[str, Any], step: int) -> None:
+        bare, params = plain(model, params)
         if self._generator is None or self._generator[0] is not model:
-            self._generator = (model, Generator(model, self.tokenizer))
+            self._generator = (model, Generator(bare, self.tokenizer))
         self.io.progress("sampling")
         rows = sample_text(
             self._generator[1],

@@ -37,7 +37,7 @@ from jaxllm.training.record import many, numbers
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.speed import Clock, mfu, progress_line, step_flops
 from jaxllm.training.stages import Stage, stage_at
-from jaxllm.training.state import TrainState, Tree, fresh_moments, leaves_by_path, trained
+from jaxllm.training.state import TrainState, Tree, fresh_moments, leaves_by_path, stored, trained
 from jaxllm.training.step import compile_step, make_train_step
 
 Params = Mapping[str, Any]
@@ -306,7 +306,7 @@ class Loop:
         if self.outside.checkpoints is not None:
             meta = {**self.outside.meta, "step": step, "tokens": self.tokens, "loss": _json(self.loss), "val": self.val}
             meta["tokens_per_s"] = self.speed
-            self.outside.checkpoints.save(step, state, meta, score)
+            self.outside.checkpoints.save(step, stored(state, self.stages[0].model, self.declared), meta, score)
 
     def _settle(self, stage: Stage, state: TrainState) -> None:
         flight, self._flight = self._flight, None

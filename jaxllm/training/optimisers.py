@@ -21,25 +21,15 @@ import optax.contrib
 from optax.contrib import MuonDimensionNumbers
 
 from jaxllm.errors import UserError
+from jaxllm.layers.axes import maps_features, sides
 from jaxllm.layers.base import Declared
 from jaxllm.params import is_declared
 from jaxllm.training.schedules import Cosine, Schedule
 
-STACKS = ("layers", "expert")  # leading axes that merely stack independent matrices
-NOT_FEATURES = ("conv", "norm", None)  # taps of a depth-wise convolution, gains: no direction in feature space
-HEADS = ("heads", "kv_heads")  # together with `head` one output (or input) of a projection
-
 
 def is_matrix(declared: Declared) -> bool:
-    """Does the parameter map one feature space to another? True for projections and embeddings; false for norms, biases
-    (a q/k/v bias `[heads, head]` included), convolution taps and everything that is not trained."""
-    names = list(declared.names)
-    while names and names[0] in STACKS:
-        names.pop(0)
-    features = [
-        n for i, n in enumerate(names) if n not in NOT_FEATURES and not (n == "head" and i and names[i - 1] in HEADS)
-    ]
-    return declared.trainable and len(features) >= 2
+    """Is the parameter trained, and does it map one feature space to another? See `jaxllm.layers.axes`."""
+    return declared.trainable and maps_features(declared.names)
 
 
 def matrices(declared: Any) -> Any:
@@ -114,20 +104,15 @@ def muon_axes(declared: Declared, per_head: bool = False) -> MuonDimensionNumber
     Inputs come first, as in every projection here; `heads, head` are one side together. AdamW keeps what is no matrix, embedding
     and head, and routers (whose outputs are choices, not features). per_head: q, k and v are one matrix a head (Kimi K3).
     """
-    names = list(declared.names)
-    if not is_matrix(declared) or "vocab" in names:
+    axes = sides(declared.names)
+    if axes is None or not is_matrix(declared) or "vocab" in declared.names:
         return None
-    sides: list[tuple[int, ...]] = []
-    for i, name in enumerate(names):
-        if name in NOT_FEATURES or (name in STACKS and not sides):
-            continue
-        if name == "head" and i and names[i - 1] in HEADS:
-            sides[-1] = (i,) if per_head and len(sides) == 2 else (*sides[-1], i)
-        else:
-            sides.append((i,))
-    if len(sides) != 2 or "expert" in (names[sides[0][0]], names[sides[1][0]]):
+    inputs, outputs = axes.inputs, axes.outputs
+    if any(declared.names[side[0]] == "expert" for side in (inputs, outputs)):
         return None
-    return MuonDimensionNumbers(*sides)
+    if per_head and len(outputs) == 2:
+        outputs = outputs[1:]  # the axis of heads joins the stack
+    return MuonDimensionNumbers(inputs, outputs)
 
 
 def _to_rms(updates: Any, axes: Any, rms: float) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import jax
 from jaxllm.errors import UserError
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, is_declared, path_name
+from jaxllm.targets import matching
 from jaxllm.training.objectives import Objective, reweighted
 from jaxllm.training.optimisers import Optimiser
 from jaxllm.training.schedules import Schedule
@@ -116,8 +116,8 @@ def stage_at(stages: Sequence[Stage], step: int) -> Stage:
 def free_parameters(declared: Tree, entry: StageSettings, key: str = "stage") -> Tree:
     """Tree of booleans from the globs of `train_only` and `freeze`; a glob that names nothing is an error."""
     names = list(leaves_by_path(declared, is_leaf=is_declared))
-    only = _matching(entry.train_only, names, f"{key}.train_only")
-    frozen = _matching(entry.freeze, names, f"{key}.freeze")
+    only = matching(entry.train_only, names, f"{key}.train_only")
+    frozen = matching(entry.freeze, names, f"{key}.freeze")
     free = {name for name in names if (not entry.train_only or name in only) and name not in frozen}
     tree = jax.tree_util.tree_map_with_path(lambda p, _: path_name(p) in free, declared, is_leaf=is_declared)
     if not any(_trains(declared, tree)):
@@ -127,17 +127,6 @@ def free_parameters(declared: Tree, entry: StageSettings, key: str = "stage") ->
 
 def _trains(declared: Tree, free: Tree) -> list[bool]:
     return [a and b for a, b in zip(jax.tree.leaves(trained(declared)), jax.tree.leaves(free), strict=True)]
-
-
-def _matching(globs: Sequence[str], names: Sequence[str], key: str) -> set[str]:
-    found: set[str] = set()
-    for glob in globs:
-        hits = {name for name in names if fnmatch.fnmatchcase(name, glob)}
-        if not hits:
-            near = sorted(names, key=lambda n: -difflib.SequenceMatcher(None, glob.replace("*", ""), n).ratio())[:3]
-            raise UserError(f"{key}: {glob!r} names no parameter; nearest: {', '.join(near)}")
-        found |= hits
-    return found
 
 
 def override(model: LanguageModel, fields: Mapping[str, Any], key: str, declared: Tree | None = None) -> LanguageModel:

@@ -14,6 +14,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.layers.base import Declared
+from jaxllm.layers.lora import own
 from jaxllm.mesh import Rules, param_shardings
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, init_params, is_declared, path_name
@@ -112,6 +113,11 @@ def abstract_state(
         return state
     shardings = _shardings_like(state, declared, mesh, rules)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+
+
+def stored(state: TrainState, model: LanguageModel, declared: Tree) -> TrainState:
+    """What of a state is written down: all of it, but of a model with adapters no parameter of its base."""
+    return state if model.lora is None else dataclasses.replace(state, params=pick(state.params, own(declared)))
 
 
 def fresh_moments(state: TrainState, tx: optax.GradientTransformation, mask: Tree) -> TrainState:

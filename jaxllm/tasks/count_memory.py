@@ -4,7 +4,7 @@ Everything is read off shapes. Tracing a layer with its backward takes about a s
 it stands in the model:
 
     kept(model) = kept(ends) + sum over layers of each(kind) + sum over positions of once(kind)
-    kept(ends)  = kept(a model of one layer) - each(its kind) - once(its kind)
+    kept(ends)  = kept(a model of one layer that writes nothing) - each(of that) - once(of that)
 
 each: what depends on the stream or on parameters, so every repeat keeps its own. once: what depends on positions and document ids alone
 (masks, angles), which a loop over repeats keeps once.
@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxllm.config import Config
-from jaxllm.layers.base import Context
+from jaxllm.layers.base import Aux, Context, Layer
 from jaxllm.measure.memory import saved_by_layer, saved_for_backward, shard_bytes, tree_bytes
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, is_declared
@@ -58,9 +59,15 @@ def activation_bytes(cfg: Config, model: LanguageModel, params: Any, rows: int, 
     positions = [pair for group in model.groups for pair in group.period]
     if model.remat != "none" or model.residual_site("out").grows or len(positions) == 1:
         return _of_loss(cfg, model, params, rows, length)
-    layers = _single_layers(model, rows, length)
-    small = model.clone(layers="/".join(positions[0]))
-    total = _of_loss(cfg, small, _shapes(declare(small)), rows, length) - sum(layers[positions[0]])
+    layers = _single_layers(model, params, rows, length)
+    empty = model.clone(
+        layers="empty/empty",
+        mixers={**model.mixers, "empty": _EmptyMixer},
+        ffns={**model.ffns, "empty": _EmptyFfn},
+    )
+    shapes = _shapes(declare(empty))
+    (nothing,) = _single_layers(empty, shapes, rows, length).values()
+    total = _of_loss(cfg, empty, shapes, rows, length) - sum(nothing)
     for group in model.groups:
         for each, once in (layers[pair] for pair in group.period):
             total += group.repeats * each + once
@@ -87,7 +94,7 @@ def _shapes(declared: Any) -> Any:
     return jax.tree.map(lambda box: box.value, declared, is_leaf=is_declared)
 
 
-def _single_layers(model: LanguageModel, rows: int, length: int) -> dict[tuple[str, str], tuple[int, int]]:
+def _single_layers(model: LanguageModel, params: Any, rows: int, length: int) -> dict[tuple[str, str], tuple[int, int]]:
     """Bytes that one layer of each kind keeps: (each, once), see the module.
 
     What a layer hands to later ones (a choice of keys) and what a residual scheme only reads (the finished blocks of attention residuals)
@@ -96,25 +103,47 @@ def _single_layers(model: LanguageModel, rows: int, length: int) -> dict[tuple[s
     spec = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     ctx = jax.eval_shape(lambda *ids: Context.whole(*ids, train=True), spec, spec, spec)
     begin = functools.partial(model.init_with_output, method=LanguageModel.declare_ends)
-    (stream, shared), _ = jax.eval_shape(lambda ctx: begin(jax.random.key(0), ctx), ctx)
+    started: Any = jax.eval_shape(lambda ctx: begin(jax.random.key(0), ctx), ctx)
+    stream, shared = started[0]
     scheme = model.residual_site("period")
     carry, fixed = jax.eval_shape(scheme.split, stream)
 
     def look(pair: tuple[str, str]) -> tuple[int, int]:
-        block = model.block(*pair)
-        made = jax.eval_shape(lambda R, ctx, s: block.init(jax.random.key(0), R, ctx, None, s), stream, ctx, shared)
+        block, weights = model.block(*pair), _first_of(model, params, pair)
 
         def call(own: Any, carry: Any, still: Any) -> Any:
             (params, shared), (ctx, fixed) = own, still
             rngs = {"dropout": jax.random.key(0)}
-            R, _, shared, aux = block.apply(
-                {"params": params}, scheme.merge(carry, fixed), ctx, None, shared, rngs=rngs
-            )
+            result: Any = block.apply({"params": params}, scheme.merge(carry, fixed), ctx, None, shared, rngs=rngs)
+            R, _, shared, aux = result
             return scheme.split(R)[0], shared, {k: v for k, v in aux.items() if k.startswith("loss/")}
 
-        return saved_by_layer(call, (_shapes(made.get("params", {})), shared), carry, (ctx, fixed))
+        return saved_by_layer(call, (weights, shared), carry, (ctx, fixed))
 
     return {pair: look(pair) for pair in dict.fromkeys(pair for group in model.groups for pair in group.period)}
+
+
+def _first_of(model: LanguageModel, params: Any, pair: tuple[str, str]) -> Any:
+    """The parameters' shapes of the first layer of that kind, without the axis of repeats."""
+    i, j = next((i, group.period.index(pair)) for i, group in enumerate(model.groups) if pair in group.period)
+    if not model.scan:
+        return params.get(f"g{i}_0", {}).get(f"b{j}", {})
+    stacked = params.get(f"g{i}", {}).get(f"b{j}", {})
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+
+
+class _EmptyMixer(Layer, kw_only=True):
+    """Writes zeros, so that what is left of a model is its ends."""
+
+    def __call__(self, x: Array, ctx: Context, cache: Any = None, shared: Any = None) -> tuple[Array, Any, Any, Aux]:
+        return jnp.zeros_like(x), cache, {} if shared is None else shared, {}
+
+
+class _EmptyFfn(Layer, kw_only=True):
+    """Writes zeros too."""
+
+    def __call__(self, x: Array, ctx: Context) -> tuple[Array, Aux]:
+        return jnp.zeros_like(x), {}
 
 
 def _sources(model: LanguageModel, rows: int, length: int) -> int:

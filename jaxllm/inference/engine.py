@@ -97,7 +97,7 @@ class Engine:
     Args:
         model: as it was built; params: its parameters, stacked or not. tokenizer: None works on ids alone.
         name, weights: identity of what computes the cache: pages are reused only under equal ones.
-        warm_up: compile every shape now, so that nothing is compiled while requests run.
+        warm_up: compile every shape now, so that nothing is compiled while requests run; log: told if something is after all.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Engine:
         name: str = "",
         weights: str = "",
         warm_up: bool = False,
+        log: Callable[[str], None] | None = None,
     ):
         if jax.default_backend() == "cpu" and model.compute_dtype.itemsize < 4:
             model = model.clone(dtype="float32")
@@ -121,7 +122,7 @@ class Engine:
         decoder = model.unrolled()
         flat = unstack(model, params) if model.scan else dict(params)
         prepared = laid_out(jax.tree.map(jnp.asarray, decoder.prepare(flat)), settings.rows)
-        self.runner = Runner(decoder, prepared, self.sizes, self.vocab_size, settings.cache_dtype)
+        self.runner = Runner(decoder, prepared, self.sizes, self.vocab_size, settings.cache_dtype, log)
         self.identity = Identity(name, weights, dtype=str(settings.cache_dtype or model.compute_dtype))
         self._arrange()
         self.steps = 0

@@ -1,8 +1,9 @@
 """The device side of the engine: pools, the few compiled calls on them, and nothing about who asked for what.
 
 Every call has fixed shapes from two lists, rows (of decoding) and tokens (of a prompt's chunk), times the widths of page tables, so
-after `warm_up` nothing is traced again; `traces` counts. Pools and what the draws remember go in donated and come out: nobody keeps the
-old ones. The newest id of each slot stays on the device, so the next step starts without the host having seen it.
+after `warm_up` nothing is traced again; `traces` counts, and a call that is compiled after all says which argument is new. Pools and
+what the draws remember go in donated and come out: nobody keeps the old ones. The newest id of each slot stays on the device, so the next
+step starts without the host having seen it.
 
     forward   (weights, cache, drawer.ids, batch)      -> cache, logits [r v] of each row's last token
     score     the same, and log probabilities of the chunk's own tokens
@@ -33,6 +34,7 @@ from jaxllm.inference.sampling import (
     top_logprobs,
 )
 from jaxllm.layers.base import Context
+from jaxllm.measure.watch import Programs
 from jaxllm.model import LanguageModel
 from jaxllm.pages import PAGES, Paged, Pages
 
@@ -81,21 +83,29 @@ class Runner:
 
     Args:
         model: unrolled. weights: prepared. vocab_size: ids at or above it are never drawn. dtype: of the cache; None = the model's.
+        log: told of what is compiled after the warm-up, while requests wait for it.
     """
 
     def __init__(
-        self, model: LanguageModel, weights: Mapping[str, Any], sizes: Sizes, vocab_size: int, dtype: Any = None
+        self,
+        model: LanguageModel,
+        weights: Mapping[str, Any],
+        sizes: Sizes,
+        vocab_size: int,
+        dtype: Any = None,
+        log: Callable[[str], None] | None = None,
     ):
         self.model, self.weights, self.sizes, self.vocab_size = model, weights, sizes, vocab_size
         self.dtype = dtype
         self.traces = 0
+        self._log, self._warm = log, False
         self.report: list[dict[str, Any]] = []  # of the warm-up: call, shape, seconds
-        self._forward = jax.jit(self._counted(self._forward_call), donate_argnums=1)
-        self._score = jax.jit(self._counted(self._score_call), donate_argnums=1)
-        self._draw = jax.jit(self._counted(self._draw_call), donate_argnums=1)
-        self._top = jax.jit(self._counted(self._top_call))
-        self._copy = jax.jit(self._counted(self._copy_call), donate_argnums=0)
-        self._remember = jax.jit(self._counted(self._remember_call), donate_argnums=0)
+        self._forward = jax.jit(self._counted("forward", self._forward_call), donate_argnums=1)
+        self._score = jax.jit(self._counted("score", self._score_call), donate_argnums=1)
+        self._draw = jax.jit(self._counted("draw", self._draw_call), donate_argnums=1)
+        self._top = jax.jit(self._counted("top", self._top_call))
+        self._copy = jax.jit(self._counted("copy", self._copy_call), donate_argnums=0)
+        self._remember = jax.jit(self._counted("remember", self._remember_call), donate_argnums=0)
         self.reset()
 
     def reset(self) -> None:
@@ -121,10 +131,15 @@ class Runner:
 
     # --- the calls, as they are traced ----------------------------------------------------------------------------
 
-    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        programs = Programs(f"engine, {name}")
+
         @functools.wraps(function)
         def counted(*args: Any) -> Any:
             self.traces += 1
+            line = programs.see(args, {})
+            if line is not None and self._warm and self._log is not None:
+                self._log(line)
             return function(*args)
 
         return counted
@@ -268,6 +283,7 @@ class Runner:
         if not s.contiguous:
             self._timed("copy", (COPIES,), self.copy, [(0, 0)])
         self._timed("remember", (1,), self.remember, 0, [], [], ())
+        self._warm = True
 
     def _timed(self, call: str, shape: tuple[int, ...], run: Callable[..., Any], *args: Any) -> None:
         start = time.perf_counter()

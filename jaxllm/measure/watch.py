@@ -58,27 +58,41 @@ def outliers(ratios: Mapping[str, Any], factor: float = 30.0) -> list[str]:
     return lines
 
 
-class Recompiled:
-    """A jitted function that says which argument's shape, type or static value is new whenever a call makes it compile again.
+class Programs:
+    """The signatures that one function was compiled for."""
 
-    The first call compiles in any case. Looking costs a walk over the arguments' leaves, some microseconds each.
+    def __init__(self, name: str):
+        self._name = name
+        self._seen: list[dict[str, str]] = []
+
+    def see(self, args: Any, kwargs: Any) -> str | None:
+        """Of a call that needs another program than all before it: which argument's shape, type or static value is new, in one line.
+        None for the first call, which compiles in any case, and for one that needs nothing new."""
+        now = signature(args, kwargs)
+        if now in self._seen:
+            return None
+        self._seen.append(now)
+        if len(self._seen) == 1:
+            return None
+        before = min(reversed(self._seen[:-1]), key=lambda old: len(changes(old, now)))
+        changed = changes(before, now)
+        rest = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        return f"{self._name}: compiled again ({len(self._seen)} times now): {', '.join(changed[:3])}{rest}"
+
+
+class Recompiled:
+    """A jitted function that says which argument is new whenever a call makes it compile again.
+
+    Looking costs a walk over the arguments' leaves at every call, some microseconds each. Where that is too much, `Programs.see` inside
+    the function is called when it is traced and never else.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, log: Callable[[str], None]):
-        self._function, self._name, self._log = function, name, log
-        self._seen: list[dict[str, str]] = []
+        self._function, self._programs, self._log = function, Programs(name), log
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        now = signature(args, kwargs)
-        if now not in self._seen:
-            if self._seen:
-                before = min(reversed(self._seen), key=lambda old: len(changes(old, now)))
-                changed = changes(before, now)
-                rest = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-                self._log(
-                    f"{self._name}: compiled again ({len(self._seen) + 1} times now): {', '.join(changed[:3])}{rest}"
-                )
-            self._seen.append(now)
+        if (line := self._programs.see(args, kwargs)) is not None:
+            self._log(line)
         return self._function(*args, **kwargs)
 
 

@@ -54,10 +54,10 @@ def training_memory(
 def activation_bytes(cfg: Config, model: LanguageModel, params: Any, rows: int, length: int) -> int:
     """What the backward of this configuration's loss keeps, for `rows` sequences of `length` tokens.
 
-    With remat, or a residual stream that grows in a group, layers cannot be looked at one by one: the whole loss is traced.
+    With remat, adapters, or a stream that grows in a group, layers cannot be looked at one by one: the whole loss is traced.
     """
     positions = [pair for group in model.groups for pair in group.period]
-    if model.remat != "none" or model.residual_site("out").grows or len(positions) == 1:
+    if model.remat != "none" or model.residual_site("out").grows or len(positions) == 1 or model.lora is not None:
         return _of_loss(cfg, model, params, rows, length)
     layers = _single_layers(model, params, rows, length)
     empty = model.clone(

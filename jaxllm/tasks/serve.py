@@ -7,6 +7,7 @@ the process at once.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import time
@@ -137,7 +138,8 @@ def open_engine(cfg: Config, io: TaskIO, settings: EngineSettings) -> tuple[Engi
     source = open_source(cfg.path(cfg.source), overrides=overrides, allow_targets=cfg.allow_targets, warn=io.log)
     name = getattr(settings, "model_name", None) or cfg.path(cfg.source).name
     weights = f"{source.folder}@{source.step}"
-    engine = Engine(source.model, source.params, source.tokenizer, settings, name=name, weights=weights)
+    late = functools.partial(io.log, level="warning")
+    engine = Engine(source.model, source.params, source.tokenizer, settings, name=name, weights=weights, log=late)
     io.log(f"checkpoint {source.folder} (step {source.step}); compiling on {jax.default_backend()}")
     start = time.monotonic()
     engine.runner.warm_up(settings.prompt_logprobs)

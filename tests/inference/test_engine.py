@@ -26,6 +26,20 @@ def engine():
     assert engine.places.free_slots == ROWS and engine.places.free_pages == engine.places.pool.total
 
 
+def test_what_is_compiled_while_requests_wait_is_said_with_its_reason(monkeypatch):
+    runner, lines = made().runner, []
+    monkeypatch.setattr(runner, "traces", runner.traces)
+    monkeypatch.setattr(runner, "_log", lines.append)
+    batch = runner.batch(1, runner.sizes.tokens[0], runner.sizes.widths[0])
+    args = runner.weights, runner.cache, runner.drawer.ids
+    runner._forward.lower(*args, batch)  # a shape of the warm-up: traced before, so nothing is said
+    odd = batch.replace(tokens=np.zeros((1, runner.sizes.tokens[0] + 1), np.int32))
+    runner._forward.lower(*args, odd)
+    (line,) = lines
+    assert line.startswith("engine, forward: compiled again") and "tokens" in line
+    assert f"int32[1,{runner.sizes.tokens[0]}] -> int32[1,{runner.sizes.tokens[0] + 1}]" in line
+
+
 def jobs(count=6, seed=0, **fields):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 256, rng.integers(1, 20)).tolist() for _ in range(count)]

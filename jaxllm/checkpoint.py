@@ -263,11 +263,12 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(abstract), values), meta, found
 
     def restore_params(
-        self, step: int | None = None, shardings: Any = None, warn: Warn | None = None
+        self, step: int | None = None, shardings: Any = None, warn: Warn | None = None, averaged: bool = True
     ) -> tuple[dict[str, Any], dict[str, Any], int]:
         """(params, meta, step), reading nothing but the `params` entry; shapes come from the checkpoint itself.
 
         shardings: None for numpy arrays, one `jax.sharding.Sharding` for all, or a tree of them shaped like the params.
+        averaged: running averages (the entry `ema`) in the place of the parameters that have them, in these ones' dtypes.
         """
 
         def read(folder: Path, stored: dict[Keys, Leaf]) -> dict[str, Any]:
@@ -278,7 +279,15 @@ class Checkpoints:
             if shardings is not None and not isinstance(shardings, jax.sharding.Sharding):
                 placed = files.flatten({"params": shardings})
                 files.compare_names(folder, placed, [leaf.keys for leaf in leaves])
-            return files.nest(_read(folder, leaves, placed))["params"]
+            average = {leaf.keys[1:]: leaf for leaf in stored.values() if averaged and leaf.keys[0] == "ema"}
+            chosen = [average.get(leaf.keys[1:], leaf) for leaf in leaves]
+            placed = {pick.keys: placed[leaf.keys] for pick, leaf in zip(chosen, leaves, strict=True)}
+            found = _read(folder, chosen, placed)
+            out: dict[Keys, Any] = {}
+            for pick, leaf in zip(chosen, leaves, strict=True):
+                array = found[pick.keys]
+                out[leaf.keys[1:]] = array if pick.dtype == leaf.dtype else array.astype(leaf.dtype)
+            return files.nest(out)
 
         return self._newest(step, warn, read)
 

@@ -236,7 +236,8 @@ def _state(
     params: Mapping[str, Any] | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """A new state (of `params` where given), or that of the newest whole checkpoint, and what was written beside it."""
-    abstract = abstract_state(model, optimiser, mesh=mesh, rules=rules, declared=declared)
+    ema = cfg.section("train").ema is not None
+    abstract = abstract_state(model, optimiser, mesh=mesh, rules=rules, declared=declared, ema=ema)
     check_room(
         shard_bytes(abstract),
         jax.local_devices()[0],
@@ -255,7 +256,8 @@ def _state(
     if params is not None and model.lora is not None:
         key = jax.random.key(cfg.seed, impl="threefry2x32")
         params = overlay(params, init_params(model, key, mesh=mesh, rules=rules, declared=adapters(declared)))
-    return new_state(model, optimiser, cfg.seed, mesh=mesh, rules=rules, declared=declared, params=params), {}
+    places = {"mesh": mesh, "rules": rules, "declared": declared}
+    return new_state(model, optimiser, cfg.seed, params=params, ema=ema, **places), {}
 
 
 def _placed(params: Mapping[str, Any], wanted: Any, shardings: Any) -> dict[str, Any]:

@@ -241,6 +241,7 @@ class Loop:
             shards=self.shards,
             declared=self.declared,
             watch=self.settings.watch,
+            ema=self.settings.ema,
         )
         self.outside.progress(f"compiling the train step ({stage.batch_size} x {stage.seq_len} tokens)")
         compiled, seconds = compile_step(step, state, place(batch, self.mesh, self.rules), self.mesh)
@@ -283,14 +284,14 @@ class Loop:
         if due["save"]:
             self._save(state, done, score)
         if due["sample"] and self.outside.sample is not None:
-            self.outside.sample(stage.model, state.params, done)
+            self.outside.sample(stage.model, state.averaged, done)
 
     def _evaluation(self, evaluator: Evaluator, data: Data) -> Callable[[TrainState], dict[str, float]]:
         def evaluate(state: TrainState) -> dict[str, float]:
             if data.validation is None:
                 return {}
             with self._mesh():
-                self.val = evaluator(state.params, data.validation(), self.settings.eval_batches)
+                self.val = evaluator(state.averaged, data.validation(), self.settings.eval_batches)
             step = int(state.step)
             self.outside.tracker.log(step, {f"val/{name}": value for name, value in self.val.items()})
             if getattr(self.outside.tracker, "histograms", False):

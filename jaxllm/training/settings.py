@@ -21,6 +21,8 @@ class TrainSettings:
     nonfinite: what a loss or gradient that is not finite does: `skip` the step (nothing moves), `stop` the run, or
     `dump` the batch and the first bad layer into the run folder, then skip. max_skipped: that many in a row stop the
     run whatever. watch: log gradient norm and relative update of every parameter, and name those that move unlike the rest.
+    ema: decay of running averages of the parameters (0.999, say), null = none are kept. Where they are, they are what is validated, sampled
+    and opened by every other task; training itself goes on from the parameters.
     """
 
     steps: int = 1000
@@ -41,6 +43,7 @@ class TrainSettings:
     max_skipped: int = 50
     prefetch: int = 2
     watch: bool = False
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -60,6 +63,8 @@ class TrainSettings:
                 raise UserError(f"{name}: {getattr(self, name)} must be 0 (never) or more")
         if self.eval_batches is not None and self.eval_batches < 1:
             raise UserError(f"eval_batches: {self.eval_batches} must be at least 1, or null for all")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UserError(f"ema: {self.ema} must be above 0 and below 1, or null for no averages")
         if self.batch_size % self.accumulate:
             raise UserError(f"accumulate: {self.accumulate} does not divide batch_size={self.batch_size}")
 

@@ -28,6 +28,7 @@ class TrainState:
     """All int32 scalars but the trees. `step`: batches consumed, the data position and the source of random keys.
     `updates`: optimiser updates made in this stage, what schedules see. `skipped`: steps whose loss was not finite.
     `master`: float32 copies of trained parameters kept in fewer bits (None for the others). `key`: raw key data.
+    `ema`: float32 running averages of trained parameters (None for the others, and all None where none are kept).
     """
 
     params: Tree
@@ -37,6 +38,16 @@ class TrainState:
     updates: jax.Array
     skipped: jax.Array
     key: jax.Array
+    ema: Tree = None
+
+    @property
+    def averaged(self) -> Tree:
+        """The parameters to be judged: running averages where they are kept, in the parameters' dtypes."""
+        if self.ema is None:
+            return self.params
+        return jax.tree.map(
+            lambda e, p: p if e is None else e.astype(p.dtype), self.ema, self.params, is_leaf=lambda x: x is None
+        )
 
 
 def pick(tree: Tree, mask: Tree) -> Tree:
@@ -83,13 +94,15 @@ def new_state(
     rules: Rules | None = None,
     declared: Tree | None = None,
     params: Tree | None = None,
+    ema: bool = False,
 ) -> TrainState:
-    """A fresh state, every leaf created straight on its devices. params: to start from, in their places; null = drawn."""
+    """A fresh state, every leaf created straight on its devices. params: to start from, in their places; null = drawn. ema: keep
+    running averages, which start as the parameters do."""
     declared = declare(model) if declared is None else declared
     if params is None:
         key = jax.random.key(seed, impl="threefry2x32")
         params = init_params(model, key, mesh=mesh, rules=rules, declared=declared)
-    rest = _rest(declared, optimiser, seed)
+    rest = _rest(declared, optimiser, seed, ema)
     shardings = None
     if mesh is not None:
         abstract = jax.eval_shape(rest, params)
@@ -104,11 +117,12 @@ def abstract_state(
     mesh: Mesh | None = None,
     rules: Rules | None = None,
     declared: Tree | None = None,
+    ema: bool = False,
 ) -> TrainState:
     """The state as `ShapeDtypeStruct`s with shardings: what a checkpoint is restored into. Allocates nothing."""
     declared = declare(model) if declared is None else declared
     params = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.value.shape, d.value.dtype), declared, is_leaf=is_declared)
-    state = dataclasses.replace(jax.eval_shape(_rest(declared, optimiser, 0), params), params=params)
+    state = dataclasses.replace(jax.eval_shape(_rest(declared, optimiser, 0, ema), params), params=params)
     if mesh is None:
         return state
     shardings = _shardings_like(state, declared, mesh, rules)
@@ -127,7 +141,7 @@ def fresh_moments(state: TrainState, tx: optax.GradientTransformation, mask: Tre
     return dataclasses.replace(state, opt_state=opt_state)
 
 
-def _rest(declared: Tree, optimiser: Optimiser, seed: int) -> Callable[[Tree], TrainState]:
+def _rest(declared: Tree, optimiser: Optimiser, seed: int, ema: bool) -> Callable[[Tree], TrainState]:
     tx, mask = optimiser.transform(declared), trained(declared)
 
     def build(params: Tree) -> TrainState:
@@ -135,7 +149,8 @@ def _rest(declared: Tree, optimiser: Optimiser, seed: int) -> Callable[[Tree], T
         master = make_master(params, mask)
         moments = tx.init(pick(fill(master, params), mask))
         # The parameters themselves are not returned: they exist already and would be copied.
-        return TrainState(None, moments, master, zero, zero, zero, key_data(seed))
+        averages = jax.tree.map(lambda p: p.astype(jnp.float32), pick(params, mask)) if ema else None
+        return TrainState(None, moments, master, zero, zero, zero, key_data(seed), averages)
 
     return build
 

@@ -42,6 +42,7 @@ def make_train_step(
     shards: int = 1,
     declared: Tree | None = None,
     watch: bool = False,
+    ema: float | None = None,
 ) -> Step:
     """`step(state, batch, total_updates) -> (state, metrics)`, to be jitted with a donated state.
 
@@ -51,7 +52,7 @@ def make_train_step(
     are scalars (float32 unless counts): loss, grad_norm, param_norm, update_norm, lr, tokens (not padding),
     trained_tokens, finite, skipped, one entry an objective; and the layers' `metric/*`. watch: also
     `watch/grad_norm/<path>` and `watch/update_ratio/<path>`, the norm of a parameter's update over its own; one number a
-    repeat for scanned ones.
+    repeat for scanned ones. ema: decay of the state's running averages, see `averages_of`.
     """
     declared = declare(model) if declared is None else declared
     trainable = trained(declared)
@@ -131,6 +132,7 @@ def make_train_step(
             step=state.step + 1,
             updates=state.updates + one,
             skipped=state.skipped + 1 - one,
+            ema=None if ema is None else averages_of(state, exact, ema, moved),
         )
         metrics = {
             "loss": report["loss"],
@@ -148,6 +150,18 @@ def make_train_step(
         return new, {**report["shares"], **report["metrics"], **metrics}
 
     return step
+
+
+def averages_of(state: TrainState, exact: Tree, decay: float, moved: Any) -> Tree:
+    """`e <- d e + (1 - d) p` once an update (Polyak and Juditsky 1992), `d = min(decay, (1 + n) / (10 + n))` after n updates of the run:
+    the first ones forget the start sooner. exact: the new parameters, float32."""
+    n = (state.step - state.skipped).astype(jnp.float32)
+    d = jnp.minimum(decay, (1 + n) / (10 + n))
+
+    def one(e: jax.Array | None, p: jax.Array) -> jax.Array | None:
+        return None if e is None else moved(d * e + (1 - d) * p.astype(jnp.float32), e)
+
+    return jax.tree.map(one, state.ema, exact, is_leaf=lambda x: x is None)
 
 
 def by_parameter(declared: Tree, grads: Tree, updates: Tree, params: Tree) -> Metrics:

@@ -49,7 +49,7 @@ def run(folder, *overrides, task=train, resume=False, stop=None):
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "my run"
-    return folder, *run(folder, "train.steps=6")
+    return folder, *run(folder, "train.steps=6", "train.ema=0.9")
 
 
 def test_a_run_leaves_everything_in_its_folder(done):
@@ -111,14 +111,16 @@ def test_eval_gives_the_loss_that_training_saw(done, tmp_path):
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(done, tmp_path):
     folder, fields, _ = done
-    first, said = run(tmp_path / "run", "train.steps=6", stop=StopAt(3))
+    first, said = run(tmp_path / "run", "train.steps=6", "train.ema=0.9", stop=StopAt(3))
     assert first["steps"] == 3 and "interrupted; everything up to here is saved" in said
-    second, said = run(tmp_path / "run", "train.steps=6", resume=True)
+    second, said = run(tmp_path / "run", "train.steps=6", "train.ema=0.9", resume=True)
     assert "resume: from step 3" in said
     for name in ("loss", "val_bpb", "tokens", "steps"):
         assert second[name] == fields[name], name
     a, b = (Checkpoints(p / "checkpoints").restore_params()[0] for p in (folder, tmp_path / "run"))
     np.testing.assert_array_equal(a["embed"], b["embed"])
+    raw = Checkpoints(folder / "checkpoints").restore_params(averaged=False)[0]
+    assert not np.array_equal(a["embed"], raw["embed"])  # averages are kept, and are what is opened
 
 
 def test_a_finished_run_that_is_started_again_says_what_it_came_to(tmp_path):

@@ -1,4 +1,4 @@
-"""Trackers: where the numbers of a run go. JSON lines always, Weights & Biases beside them if wanted.
+"""Trackers: where the numbers of a run go. JSON lines always, Weights & Biases or trackio beside them if wanted.
 
 A tracker never stops or slows training: W&B runs in a daemon thread behind a bounded queue, whatever it raises is
 counted and said once, and `close` waits no longer than it is told to. Only process 0 of a multi-process run tracks.
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from jaxllm.errors import UserError
 from jaxllm.measure.jsonl import JsonlTracker, as_histogram, plain
+from jaxllm.measure.trackio_tracker import TrackioTracker
 from jaxllm.measure.wandb_tracker import WandbTracker, choose_mode, describe_wandb, is_id, new_id
 
 Log = Callable[[str], None]
@@ -232,6 +233,28 @@ class Wandb:
             )  # fmt: skip
         elif members:
             log(f"W&B is off ({reason})")
+        return Tee(members, log, self.histograms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trackio:
+    """`track=trackio`: a live dashboard on this machine, with JSON lines beside it. histograms: also log parameter histograms."""
+
+    project: str = "jaxllm"
+    group: str | None = None
+    histograms: bool = False
+
+    def open(
+        self, run_dir: str | Path, config: Mapping[str, Any] | None = None, resume_id: str | None = None,
+        log: Log | None = None,
+    ) -> Tee:  # fmt: skip
+        log = log or _stderr
+        members: list[Tracker] = _local(run_dir)
+        if members:
+            identity = resume_id if resume_id and is_id(resume_id) else new_id()
+            tracker = TrackioTracker(dict(config or {}), identity, self.project, self.group)
+            log(f"tracking: {tracker.describe()}")
+            members.append(tracker)
         return Tee(members, log, self.histograms)
 
 

@@ -2,7 +2,8 @@
 
 Steps. W&B's own counter refuses a smaller step, and what is refused is lost; a resumed run would lose every step it
 logs again. So that counter is never used: each row carries its step as an ordinary field, declared as the axis of all
-other fields with `define_metric`, and W&B appends the row whatever came before. One row is sent a step.
+other fields with `define_metric`, and W&B appends the row whatever came before. One row is sent a step. Names are those of
+`jaxllm.measure.panels`; what a sweep is sorted by also keeps its best value in the summary.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 
 from jaxllm.errors import UserError
 from jaxllm.measure.jsonl import as_histogram, plain
+from jaxllm.measure.panels import SUMMARIES, panel
 
 DEFAULT_SERVER = "https://api.wandb.ai"
 MODES = {
@@ -135,31 +137,33 @@ class WandbTracker:
         if mode == "online":
             log(f"W&B run: {self._run.url}")
         self._declare("step", "*")
+        for field, kept in SUMMARIES.items():
+            self._run.define_metric(field, step_metric="step", summary=kept)
 
     def log(self, step: int, metrics: Mapping[str, Any], axis: str = "step") -> None:
         """Add to the row of `step`; it is sent when another step begins. Text ("n/a") goes to the summary."""
         self._turn_to(axis, step)
         for key, value in metrics.items():
-            value = plain(value)
+            value, name = plain(value), panel(key)
             if isinstance(value, str):
-                self._run.summary[key] = value
+                self._run.summary[name] = value
             else:
-                self._row[key] = value
+                self._row[name] = value
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         self._turn_to("step", step)
         # W&B takes one type a column: a number that is not to be had ("n/a") is an empty cell there.
         cells = [[None if cell == "n/a" else cell for cell in row] for row in rows]
-        self._row[name] = self._wandb.Table(columns=list(columns), data=cells)
+        self._row[panel(name)] = self._wandb.Table(columns=list(columns), data=cells)
 
     def histogram(self, step: int, name: str, values: Any) -> None:
         self._turn_to("step", step)
         counts, edges = as_histogram(values)
-        self._row[name] = self._wandb.Histogram(np_histogram=(counts, edges))
+        self._row[panel(name)] = self._wandb.Histogram(np_histogram=(counts, edges))
 
     def image(self, step: int, name: str, path: str | Path) -> None:
         self._turn_to("step", step)
-        self._row[name] = self._wandb.Image(str(path))
+        self._row[panel(name)] = self._wandb.Image(str(path))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._send()
@@ -173,6 +177,7 @@ class WandbTracker:
         self._run.finish()
 
     def _turn_to(self, axis: str, step: int) -> None:
+        axis = panel(axis) if "/" in axis else axis
         if self._at != (axis, step):
             self._send()
             self._at = (axis, step)

@@ -21,8 +21,9 @@ class FakeRun:
     def __init__(self, server):
         self.server, self.summary, self.url = server, {}, "https://example.invalid/run"
 
-    def define_metric(self, name, step_metric=None):
+    def define_metric(self, name, step_metric=None, summary=None):
         self.server.axes[name] = step_metric
+        self.server.kept[name] = summary
 
     def log(self, row, step=None):
         if step is not None and step < self.server.counter:
@@ -39,6 +40,7 @@ class FakeWandb:
 
     def __init__(self, unreachable=False):
         self.unreachable, self.rows, self.axes, self.counter, self.inits = unreachable, [], {}, 0, []
+        self.kept: dict[str, str | None] = {}
         self.held = None  # a failed start keeps the id until the service ends
         self.Settings = lambda **fields: types.SimpleNamespace(**fields)
         self.Table = lambda columns, data: ("table", columns, data)
@@ -82,7 +84,8 @@ def test_no_step_is_dropped_after_a_crash_and_a_resume(tmp_path):
     assert {step: row["train/loss"] for step, row in final.items()} == {
         **{step: step for step in range(1, 6)}, **{step: 100 + step for step in range(6, 11)},
     }  # fmt: skip
-    assert {s: row["val/loss"] for s, row in final.items() if "val/loss" in row} == {3: -3, 6: 94, 9: 91}
+    assert {s: row["eval/loss"] for s, row in final.items() if "eval/loss" in row} == {3: -3, 6: 94, 9: 91}
+    assert server.kept["eval/loss"] == "min,last" and server.axes["eval/loss"] == "step", "what a sweep is sorted by"
     steps = [row["step"] for row in server.rows]
     assert steps == [*range(1, 8), *range(6, 11)], "one call a step, training and validation together"
 
@@ -94,8 +97,8 @@ def test_another_clock_gets_its_own_axis(tmp_path):
     tracker.log(500, {"serve/ttft_s": 0.1}, axis="serve/request")
     tracker.log(2, {"train/loss": 2.0})
     tracker.close()
-    assert server.axes["serve/*"] == "serve/request"
-    assert server.rows[1] == {"serve/request": 500, "serve/ttft_s": 0.1}
+    assert server.axes["infer/*"] == "infer/request"
+    assert server.rows[1] == {"infer/request": 500, "infer/ttft_s": 0.1}
     assert [row.get("step") for row in server.rows] == [1, None, 2] and server.finished
 
 
@@ -107,7 +110,8 @@ def test_tables_and_histograms_share_the_row_of_their_step(tmp_path):
     tracker.histogram(4, "w", np.arange(4.0))
     tracker.summary({"loss": 1.5})
     (row,) = server.rows
-    assert set(row) == {"step", "train/loss", "samples", "w"} and row["samples"] == ("table", ["text"], [["x"]])
+    assert set(row) == {"step", "train/loss", "eval/samples", "train/w"}
+    assert row["eval/samples"] == ("table", ["text"], [["x"]])
 
 
 def test_an_unreachable_server_falls_back_to_offline(tmp_path):

@@ -47,8 +47,8 @@ class Choosing(Layer, kw_only=True):
     "shared" = no indexer and no index keys, but the choice of the nearest full layer before (IndexShare, arXiv 2603.12201).
 
     attend: "sparse", or "dense" = to all keys, while the indexer only learns (warm-up). In training each layer reports `loss/indexer`,
-    the sum over tokens of `KL(attention || indexer)`; its gradient reaches the indexer alone. served: layers that share the indexer;
-    each divides its loss by that, so that together they are as far from the indexer as their mean attention is.
+    the sum over tokens of `KL(attention || indexer)`; its gradient reaches the indexer alone. Layers that share an indexer report the mean
+    of theirs together, which has the gradient of one KL to their mean attention.
 
     recall_queries: queries of a row, evenly spread, whose attention to all keys is computed as well while attention is sparse, in
     training, so that `metric/recall` keeps saying which share of it the choice finds; 0 = none. Dense attention always says it.
@@ -64,7 +64,6 @@ class Choosing(Layer, kw_only=True):
     top_k: int
     indexer: str = "full"
     attend: str = "sparse"
-    served: int = 1
     index_heads: int = 16
     index_head_dim: int | None = None
     index_interleaved: bool = False
@@ -77,8 +76,6 @@ class Choosing(Layer, kw_only=True):
         for name, known in (("indexer", ("full", "shared")), ("attend", ("sparse", "dense"))):
             if (value := getattr(self, name)) not in known:
                 raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
-        if self.served < 1:
-            raise UserError(f"served: {self.served} must be at least 1, the layers that one indexer chooses for")
         if self.recall_queries < 0:
             raise UserError(f"recall_queries: {self.recall_queries} must be 0 (none) or more")
         if self.index_pool > 1 and self.index_interleaved:
@@ -121,10 +118,17 @@ class Choosing(Layer, kw_only=True):
             spec["index_q"] = jax.ShapeDtypeStruct((b, t, h, k), dtype)
             spec["index_w"] = jax.ShapeDtypeStruct((b, t, h), jnp.float32)
             spec["index_k"] = jax.ShapeDtypeStruct((b, max(t // self.index_pool, 1), k), dtype)
+            spec["index_loss"] = jax.ShapeDtypeStruct((2,), jnp.float32)
         return spec
 
-    def _publish(self, shared: Shared | None, index: Array | None, scorer: Scorer | None) -> Shared:
-        """What later layers find: only what one of them asked for."""
+    def _publish(
+        self, shared: Shared | None, index: Array | None, scorer: Scorer | None, aux: Aux
+    ) -> tuple[Shared, Aux]:
+        """What later layers find, only what one of them asked for; and aux with this layer's part of a loss that several share.
+
+        The loss of an indexer is the mean over all layers it serves, and no layer knows how many will follow. So each adds what the mean
+        changes by: with S the sum of the n losses so far, `S_n / n - S_(n-1) / (n-1)`, which come to `S_N / N`.
+        """
         out = dict(shared or {})
         if index is not None and "topk" in out:
             if out["topk"].shape != index.shape:
@@ -135,7 +139,11 @@ class Choosing(Layer, kw_only=True):
             out["topk"] = index
         if scorer is not None and "index_q" in out:
             out |= {"index_q": scorer.q, "index_w": scorer.w, "index_k": scorer.k}
-        return out
+        if "index_loss" in out and "loss/indexer" in aux:
+            before = jnp.zeros(2) if self.owns_indexer else out["index_loss"]
+            out["index_loss"] = after = before + jnp.stack([aux["loss/indexer"], jnp.ones(())])
+            aux = aux | {"loss/indexer": after[0] / after[1] - before[0] / jnp.maximum(before[1], 1)}
+        return out, aux
 
     # ---- choosing and learning --------------------------------------------------------------------------------------
 
@@ -227,7 +235,7 @@ class Choosing(Layer, kw_only=True):
             softcap=softcap,
             sinks=sinks,
         )
-        loss = jnp.sum(jnp.where(ctx.segments > 0, loss, 0.0)) / self.served
+        loss = jnp.sum(jnp.where(ctx.segments > 0, loss, 0.0))
         return {"loss/indexer": loss, "metric/recall": mean_recall(recall, free)}
 
     def _who(self, ctx: Context) -> tuple[Queries, Keys]:
@@ -273,7 +281,7 @@ class Choosing(Layer, kw_only=True):
             index = pools_of(index[..., : self.top_k : m], reach)
             mass = jnp.sum(mass[..., : self.top_k].reshape(*index.shape, m), axis=-1)
         loss = imitate_chosen(*scorer, index, mass, scale=self._index_scale)
-        return {"loss/indexer": jnp.sum(jnp.where(ctx.segments > 0, loss, 0.0)) / self.served}
+        return {"loss/indexer": jnp.sum(jnp.where(ctx.segments > 0, loss, 0.0))}
 
     # ---- unbound ----------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,8 @@ class DSA(Choosing, MLA, kw_only=True):
             aux["capture/selected"] = index
         if "attention" in ctx.capture and cache is None:
             aux["capture/attention"] = self._map(inputs, ctx, index)
-        return self._output(out, inputs.gate), cache, self._publish(shared, index, scorer), aux
+        given, aux = self._publish(shared, index, scorer, aux)
+        return self._output(out, inputs.gate), cache, given, aux
 
     def _whole(
         self, i: Inputs, scorer: Scorer | None, ctx: Context, shared: Shared | None

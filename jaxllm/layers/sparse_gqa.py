@@ -54,7 +54,8 @@ class SparseGQA(Choosing, GQA, kw_only=True):
             aux["capture/selected"] = index
         if "attention" in ctx.capture and cache is None:
             aux["capture/attention"] = self._map(inputs, ctx, index)
-        return self._output(out, inputs.gate), cache, self._publish(shared, index, scorer), aux
+        given, aux = self._publish(shared, index, scorer, aux)
+        return self._output(out, inputs.gate), cache, given, aux
 
     def _chosen(
         self, i: Inputs, scorer: Scorer | None, ctx: Context, shared: Shared | None

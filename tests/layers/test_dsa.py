@@ -181,7 +181,7 @@ def test_the_loss_of_all_served_layers_reaches_the_indexer_and_nothing_else():
     """The choice has no gradient: neither the loss of the indexer moves the trunk, nor that of the tokens the indexer."""
     segments = jnp.array([[1] * 6 + [2] * 7, [1] * 9 + [0] * 4])
     for attend in ("sparse", "dense"):
-        full, shared = pair(attend=attend, served=2)
+        full, shared = pair(attend=attend)
         params, x = parameters(full)
         rest, _ = parameters(shared, start(shared, True), seed=1)
 
@@ -199,8 +199,30 @@ def test_the_loss_of_all_served_layers_reaches_the_indexer_and_nothing_else():
         assert all(np.abs(np.asarray(g)).max() > 0 for g in jax.tree.leaves(tokens))
 
 
+def test_layers_that_share_an_indexer_report_the_mean_of_their_losses():
+    """However many follow, and from the next layer with an indexer on anew."""
+    full, shared = pair()
+    params, x = parameters(full)
+    rest, _ = parameters(shared, start(shared, True), seed=1)
+
+    @jax.jit
+    def losses(params, rest, x):
+        seen, alone, told = start(shared, True), [], []
+        for layer, p, scale in ((full, params, 1), (shared, rest, 2), (shared, rest, 3), (full, params, 2)):
+            c = ctx(train=True)
+            for given, kept in ((seen | {"index_loss": jnp.zeros(2)}, alone), (seen, told)):
+                _, _, after, aux = layer.apply({"params": p}, scale * x, c, None, given)
+                kept.append(aux["loss/indexer"])
+            seen = after
+        return jnp.stack(alone), jnp.stack(told)
+
+    alone, told = losses(params, rest, x)
+    np.testing.assert_allclose(jnp.cumsum(told)[:3], jnp.cumsum(alone)[:3] / np.arange(1, 4), rtol=1e-5)
+    np.testing.assert_allclose(told[3], alone[3], rtol=1e-6)
+
+
 def test_padding_and_short_documents_count_nothing():
-    """The loss is a sum over valid tokens: of a packed row, that of its documents alone. Layers that share it take their parts."""
+    """The loss is a sum over valid tokens: of a packed row, that of its documents alone."""
     full, _ = pair(attend="sparse")
     params, x = parameters(full)
     segments = jnp.array([[1] * 6 + [2] * 7, [1] * 9 + [0] * 4])
@@ -208,12 +230,12 @@ def test_padding_and_short_documents_count_nothing():
     def loss(layer):
         return jax.jit(lambda p, x, c: layer.apply({"params": p}, x, c)[3]["loss/indexer"])
 
-    whole, loss, alone = loss(full.clone(served=3))(params, x, ctx(segments, train=True)), loss(full), 0.0
+    whole, loss, alone = loss(full)(params, x, ctx(segments, train=True)), loss(full), 0.0
     for row, a, b in ((0, 0, 6), (0, 6, 13), (1, 0, 9)):
         moved = jnp.zeros_like(x).at[0, : b - a].set(x[row, a:b])
         mask = jnp.zeros((B, T), jnp.int32).at[0, : b - a].set(1)
         alone += loss(params, moved, ctx(mask, train=True))
-    np.testing.assert_allclose(3 * whole, alone, rtol=1e-5)
+    np.testing.assert_allclose(whole, alone, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [DSA, SparseGQA])
@@ -273,7 +295,6 @@ def test_what_is_selected_can_be_captured_by_layer():
         ({"index_head_dim": 2}, "index_head_dim: 2 must be at least 4, the channels that turn"),
         ({"indexer": "half"}, "indexer: 'half' is not one of full, shared"),
         ({"attend": "some"}, "attend: 'some' is not one of sparse, dense"),
-        ({"served": 0}, "served: 0"),
         ({"recall_queries": -1}, "recall_queries: -1 must be 0"),
     ],
 )

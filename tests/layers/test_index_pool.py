@@ -163,12 +163,13 @@ def test_a_layer_that_shares_pools_attends_as_the_one_that_chose_and_teaches_it(
     @jax.jit
     def both(x):
         y, _, handed, own = LAYER.apply({"params": params}, x, ctx, None, spec)
-        z, _, _, served = shared.apply({"params": rest}, x, ctx, None, handed)
-        return y, z, own["loss/indexer"], served["loss/indexer"]
+        z, _, left, more = shared.apply({"params": rest}, x, ctx, None, handed)
+        return y, z, own["loss/indexer"], more["loss/indexer"], left["index_loss"]
 
-    y, z, own, served = both(x)
+    y, z, own, more, left = both(x)
     np.testing.assert_allclose(y, z, atol=1e-6)
-    np.testing.assert_allclose(own, served, rtol=1e-6)
+    np.testing.assert_allclose(left, [2 * own, 2], rtol=1e-6)  # an equal layer's loss moves the mean of both by nothing
+    np.testing.assert_allclose(more, 0, atol=1e-6 * own)
 
 
 def test_tokens_of_pools_and_back():

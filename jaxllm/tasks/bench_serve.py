@@ -1,6 +1,7 @@
 """`task=bench_serve`: load on a server, or on the engine of `source=` in this process; TTFT, TPOT, ITL, throughput, goodput.
 
-The definitions are those of `jaxllm/inference/bench.py`. With a run folder: `bench.json` (every request) and `bench.png`.
+The definitions are those of `jaxllm/inference/bench.py`. With a run folder: `bench.json` (every request), `bench.png`, and
+both on the dashboard's panel `infer/`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,29 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         result["cache_max"] = max(s["cache"] for s in samples)
     if io.run_dir is not None:
         _write(io.run_dir, result, records, samples)
+        _track(cfg, io, result, records, samples)
     return result
+
+
+def _track(
+    cfg: Config, io: TaskIO, result: dict[str, Any], records: list[Record], samples: list[dict[str, float]]
+) -> None:
+    """The panel `infer/`: load over time, a table of requests, the picture; the figures of the JSON line as the summary."""
+    assert io.run_dir is not None
+    tracker = cfg.build("track").open(io.run_dir, config=cfg.to_dict(), log=io.log)
+    try:
+        for i, values in enumerate(samples):
+            tracker.log(i, {f"infer/{name}": value for name, value in values.items()}, axis="infer/sample")
+        columns = ["tokens", "ttft_s", "tpot_s", "error"]
+        rows = [
+            [r.tokens, "n/a" if r.error else r.ttft, "n/a" if r.error or r.tpot is None else r.tpot, r.error or ""]
+            for r in records
+        ]
+        tracker.table(0, "infer/requests", columns, rows)
+        tracker.image(0, "infer/bench", io.run_dir / "bench.png")
+        tracker.summary({f"infer/{name}": value for name, value in result.items() if isinstance(value, int | float)})
+    finally:
+        tracker.close()
 
 
 def _write(folder: Path, result: dict[str, Any], records: list[Record], samples: list[dict[str, float]]) -> None:

@@ -1,6 +1,6 @@
 """`task=time`: how long a model and each of its layers take, beside the least that the chip would need for the same work.
 
-    time.jsonl  plots/time_<what>.png  trace/  result.json        in the run folder; a table on stderr, rows in the JSON line, W&B
+    time.jsonl  plots/time_<what>.png  trace/  result.json        in the run folder; a table on stderr, a summary as JSON line, W&B
 
 Compiling, the first run and steady runs are told apart; every output is awaited; the calls of one point are timed in turn.
 """
@@ -37,7 +37,7 @@ COLUMNS = tuple(
 
 
 def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
-    """JSON fields: `rows`, one a call; `chip` and what is known of it; `left_out`; `environment`."""
+    """JSON fields: `rows`, the file that has one a call; `calls`; `median_ms` by phase and layer; `chip`; `left_out`; `environment`."""
     assert io.run_dir is not None, "timing always has a run folder"
     settings: TimeSettings = cfg.section("time")
     chip = chip_of(cfg, io)
@@ -74,7 +74,14 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     finally:
         tracker.close()
     facts = {"name": chip.name, "matmul": dict(chip.matmul), "bandwidth": chip.bandwidth, "source": chip.source}
-    return {"rows": rows, "chip": facts, "left_out": left_out, "environment": environment()}
+    return {
+        "rows": str(io.run_dir / ROWS),
+        "calls": len(rows),
+        "median_ms": {name.removesuffix("_ms"): value for name, value in summary(rows).items()},
+        "chip": facts,
+        "left_out": left_out,
+        "environment": environment(),
+    }
 
 
 def chip_of(cfg: Config, io: TaskIO) -> Chip:

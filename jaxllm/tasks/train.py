@@ -349,6 +349,8 @@ def _finish(
             drawn = plots.curves(io.run_dir)
         except OSError as error:
             io.log(f"plots: not drawn ({error})")
+        for path in drawn:
+            tracker.image(result.step, f"train/{path.stem}", path)
         io.log(card(cfg, io.run_dir, fields, drawn, stages, origin, interrupted=result.interrupted))
     return fields
 

@@ -141,5 +141,8 @@ def test_a_benchmark_of_the_engine_in_this_process(trained, tmp_path, rate):
     assert result["failed"] == 0 and result["requests"] == 6 and result["ideal_ratio"] >= 1
     assert 0 < result["ttft_p50"] <= result["ttft_p99"] and 0 <= result["cache_max"] <= 1
     saved = json.loads((tmp_path / "bench.json").read_text())
+    shown = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {"infer/running", "infer/waiting", "infer/cache", "infer/sample"} <= set(shown[0])
+    assert json.loads((tmp_path / "summary.json").read_text())["infer/throughput"] == result["throughput"]
     assert sum(row["tokens"] for row in saved["rows"]) == result["new_tokens"] == saved["new_tokens"]
     assert (tmp_path / "bench.png").stat().st_size > 1000

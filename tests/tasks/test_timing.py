@@ -1,6 +1,7 @@
 """task=time: rows that can be checked against the configuration, files that a person opens, and mistakes in one line."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def timed(tmp_path_factory):
-    """One run of everything, by the command line: (the JSON line, its folder)."""
+    """One run of everything, by the command line: (the JSON line, the rows that it points to, its folder)."""
     folder = tmp_path_factory.mktemp("time") / "run"
     typed = [
         *SMALL,
@@ -50,12 +51,19 @@ def timed(tmp_path_factory):
     ]
     typed += ["time.sizes=[16]", "model.layers=global/dense", "time.trace=true", f"run_dir={folder}"]
     assert main(typed) == 0
-    return json.loads((folder / "result.json").read_text()), folder
+    result = json.loads((folder / "result.json").read_text())
+    return result, [json.loads(line) for line in Path(result["rows"]).read_text().splitlines()], folder
 
 
 def test_a_row_for_every_call(timed):
-    result, folder = timed
-    rows = [row for row in result["rows"] if "context" in row]
+    result, everything, folder = timed
+    rows = [row for row in everything if "context" in row]
+    assert result["rows"] == str(folder / "time.jsonl") and result["calls"] == len(everything)
+    assert (
+        len(json.dumps({key: result[key] for key in ("rows", "calls", "median_ms", "left_out")})) < 2000
+    )  # a line, not a table
+    longest = {f"{r['what']}_{r['layer']}": r["median_ms"] for r in rows if r["context"] == 32}
+    assert result["median_ms"] == longest
     places = {(r["what"], r["layer"], r["context"]) for r in rows}
     assert places == {(w, n, c) for w in ("forward", "decode") for n in ("model", "global", "dense") for c in (16, 32)}
     for row in rows:
@@ -68,12 +76,11 @@ def test_a_row_for_every_call(timed):
     flops = {(r["layer"], r["context"]): r["flops"] for r in rows if r["what"] == "decode"}
     assert flops["model", 32] == model.cost(1, 1, 32).flops
     assert flops["model", 32] - flops["model", 16] == (flops["global", 32] - flops["global", 16])
-    assert [json.loads(line) for line in (folder / "time.jsonl").read_text().splitlines()] == result["rows"]
     assert result["chip"]["name"] == "H100 SXM" and result["environment"]["versions"]["jax"] == jax.__version__
 
 
 def test_the_machine_itself(timed):
-    rows = timed[0]["rows"]
+    rows = timed[1]
     products = {(r["batch"], r["size"], r["dtype"]) for r in rows if r["what"] == "matmul"}
     assert products >= {(1, 16, "float32"), (64, 16, "bfloat16"), (16, 16, "float32")}
     branches = [r for r in rows if r["what"] == "branch"]
@@ -82,7 +89,7 @@ def test_the_machine_itself(timed):
 
 
 def test_what_is_left_behind(timed):
-    folder = timed[1]
+    folder = timed[2]
     for name in ("forward", "decode", "hardware"):
         assert (folder / "plots" / f"time_{name}.png").read_bytes().startswith(b"\x89PNG")
     assert list(folder.glob("trace/*/**/*.xplane.pb")), "a profile for each point"
@@ -130,7 +137,7 @@ def test_lines_and_crossovers():
 
 def test_a_sweep_is_drawn_together(timed, tmp_path):
     """Runs 0 and 1 of a sweep, of two kinds of mixer, on one picture; the ffn and the whole models do not repeat."""
-    rows = [json.loads(line) for line in (timed[1] / "time.jsonl").read_text().splitlines()]
+    rows = timed[1]
     for n, kind in enumerate(("gqa", "kda")):
         (tmp_path / str(n)).mkdir()
         mine = [row | ({"kind": kind} if row.get("layer") == "global" else {}) for row in rows]

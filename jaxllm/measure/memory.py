@@ -58,7 +58,7 @@ def saved_by_layer(layer: Callable[..., Any], params: Any, moving: Any, still: A
     invars = closed.jaxpr.invars
     free = {id(v) for v in [*invars[: sizes[0]], *invars[sum(sizes) :], *closed.jaxpr.constvars]}
     own = _reached(closed.jaxpr, [i < sum(sizes) for i in range(len(invars))])
-    found = {id(v): v for v in closed.jaxpr.outvars if not isinstance(v, Literal) and id(v) not in free}
+    found: dict[int, Any] = {id(v): v for v in closed.jaxpr.outvars if not isinstance(v, Literal) and id(v) not in free}
     size = {name: v.aval.size * jnp.dtype(v.aval.dtype).itemsize for name, v in found.items()}
     each = sum(n for name, n in size.items() if name in own)
     return each, sum(size.values()) - each

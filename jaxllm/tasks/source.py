@@ -5,6 +5,7 @@ checkpoint copied alone works. It may come from anybody: it is data, only the pa
 its configuration, and its shapes are compared with the model's before anything runs. Foreign checkpoints are read by `jaxllm.weights`.
 """
 
+import math
 import re
 import tempfile
 import zlib
@@ -83,7 +84,7 @@ def open_source(
         tokenizer = _tokenizer(meta, folder)
         if not isinstance(text := meta.get("config"), str):
             raise UserError(f"checkpoint {folder.name} holds no configuration")
-        config = Config.from_yaml(text, overrides, allow_targets)
+        config = staged(Config.from_yaml(text, overrides, allow_targets), step, overrides or {})
         model = build_model(config, tokenizer)
         if model.lora is not None:
             params = add_base(model, params, meta.get("base"), allow_targets, warn)
@@ -94,6 +95,18 @@ def open_source(
     except UserError as error:
         raise UserError(f"source={source}: {str(error).removeprefix(f'{path}: ')}") from error
     return Source(config, model, params, tokenizer, step, folder, meta)
+
+
+def staged(config: Config, step: int, overrides: Mapping[str, Any]) -> Config:
+    """The configuration with the model as the stage that made `step` had it; what is set by `overrides` stays so."""
+    start = 0.0
+    for stage in config.get("stages") or []:
+        end = start + (stage.get("steps") or math.inf)
+        if start < step <= end:
+            fields = {f"model.{name}": value for name, value in (stage.get("model") or {}).items()}
+            return config.replace({**fields, **overrides})
+        start = end
+    return config
 
 
 def add_base(

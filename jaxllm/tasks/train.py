@@ -36,9 +36,11 @@ from jaxllm.measure.trackers import Tracker
 from jaxllm.mesh import build_mesh, check_batch, param_shardings
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, init_params, is_declared, plain
+from jaxllm.targets import is_node
 from jaxllm.tasks import TaskIO
 from jaxllm.tasks.source import add_base, build_model, checksum_of, open_source, overlay, pack_tokenizer
 from jaxllm.training.loop import Data, Loop, Outside, Result
+from jaxllm.training.objectives import Distill, Objective
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.stages import Stage, plan
 from jaxllm.training.state import TrainState, abstract_state, leaves_by_path, new_state, stored, trained
@@ -54,11 +56,15 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     mesh = build_mesh(place.axes, axis_type=place.axis_type)
     io.log(f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh {_sizes(mesh.shape)}")
     cfg, tokenizer, params, checksum = _given(cfg, io, mesh, place.rules)
-    entries = cfg.section("stages")
+    entries = [
+        dataclasses.replace(entry, model={k: _field(cfg, v, f"stages.{i}.model.{k}") for k, v in entry.model.items()})
+        for i, entry in enumerate(cfg.section("stages"))
+    ]
     optimiser, objectives = cfg.build("optim"), cfg.build("objective")
     schedules = {i: cfg.build_node(s.schedule, f"stages.{i}.schedule") for i, s in enumerate(entries) if s.schedule}
     if cfg.get("model.vocab_size") is None:
         cfg.build("model", vocab_size=1)  # its mistakes too are told before any text is read
+    teachers, tokenizer = _teachers(cfg, io, objectives, tokenizer, mesh, place.rules)
     corpus = _corpus(cfg, io, io.run_dir, tokenizer)
     model = build_model(cfg, corpus.tokenizer)
     declared = declare(model)
@@ -105,7 +111,8 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
             run_dir=io.run_dir,
             peak=peak_flops(jax.devices()[0], CONF / "chip"),
         )
-        loop = Loop(stages, settings, data, outside, mesh=mesh, rules=place.rules, before=before, declared=declared)
+        more = {"before": before, "declared": declared, "teachers": teachers}
+        loop = Loop(stages, settings, data, outside, mesh=mesh, rules=place.rules, **more)
         try:
             result = loop.run(state)
         finally:
@@ -113,6 +120,11 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         return _finish(cfg, io, result, checkpoints, tracker, stages, origin)
     finally:
         tracker.close()
+
+
+def _field(cfg: Config, value: Any, key: str) -> Any:
+    """A field that a stage sets anew: a plain value, or the object of a node (another rotary embedding, say)."""
+    return cfg.build_node(value, key) if is_node(value) else value
 
 
 # --- what a run starts from -------------------------------------------------------------------------------------------
@@ -160,6 +172,27 @@ def _given(
     if jax.process_index() == 0:
         write_text(io.run_dir / CONFIG, cfg.to_yaml())
     return cfg, tokenizer, params, checksum
+
+
+def _teachers(
+    cfg: Config, io: TaskIO, objectives: Mapping[str, Objective], tokenizer: Tokenizer | None, mesh: Any, rules: Any
+) -> tuple[dict[str, tuple[LanguageModel, dict[str, Any]]], Tokenizer | None]:
+    """The models that objectives learn from, on the run's devices, and the tokenizer that all must share: the given one, else theirs."""
+    found = {}
+    for name, objective in objectives.items():
+        if not isinstance(objective, Distill) or objective.teacher in found:
+            continue
+        key, path = f"objective.{name}.teacher={objective.teacher}", cfg.path(objective.teacher)
+        given = open_source(path, allow_targets=cfg.allow_targets, warn=io.log, mesh=mesh, rules=rules)
+        if given.tokenizer is None:
+            raise UserError(f"{key}: has no tokenizer, so it cannot be known to read the same tokens")
+        tokenizer = tokenizer or given.tokenizer
+        if list(given.tokenizer.pieces) != list(tokenizer.pieces) or given.tokenizer.eos_id != tokenizer.eos_id:
+            raise UserError(f"{key}: has another tokenizer than the student, so their predictions cannot be compared")
+        places = param_shardings(declare(given.model), mesh, rules)
+        found[objective.teacher] = (given.model, jax.device_put(given.params, places))
+        io.log(f"teacher: {given.folder}, {given.model.num_layers} layers")
+    return found, tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,7 @@ from jaxllm.training.step import compile_step, make_train_step
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, np.ndarray]
+Teachers = Mapping[str, tuple[LanguageModel, Params]]
 
 
 class Data(NamedTuple):
@@ -101,7 +102,7 @@ class InFlight(NamedTuple):
 
 class Loop:
     """One run. `data(stage)` opens a stage's data; `before`: what was saved beside the state of a
-    run that goes on."""
+    run that goes on. teachers: frozen models and their parameters, for objectives that look at them."""
 
     def __init__(
         self,
@@ -114,7 +115,10 @@ class Loop:
         rules: Rules | None = None,
         before: Mapping[str, Any] | None = None,
         declared: Tree | None = None,
+        teachers: Teachers | None = None,
     ):
+        self.teachers = {name: model for name, (model, _) in (teachers or {}).items()}
+        self._frozen = {name: params for name, (_, params) in (teachers or {}).items()}
         self.stages, self.settings, self.data, self.outside = stages, settings, data, outside
         self.mesh, self.rules = mesh, rules
         self.shards = 1 if mesh is None else batch_shards(mesh, rules)
@@ -188,14 +192,14 @@ class Loop:
             index, batch = next(feed)
             with self._mesh():
                 compiled = self._compile(stage, state, batch)
-                total = np.int32(stage.steps)
+                total, more = np.int32(stage.steps), (self._frozen,) if self._frozen else ()
                 for step in range(begin, stage.end):
                     if index != step - stage.start:
                         raise RuntimeError(
                             f"the loader gave batch {index} for step {step} of the stage at {stage.start}"
                         )
                     self.clock.dispatched()
-                    state, metrics = compiled(state, place(batch, self.mesh, self.rules), total)
+                    state, metrics = compiled(state, place(batch, self.mesh, self.rules), total, *more)
                     previous, self._flight = (
                         self._flight,
                         InFlight(step, metrics, batch if self.guard.needs_batch else None),
@@ -242,9 +246,10 @@ class Loop:
             declared=self.declared,
             watch=self.settings.watch,
             ema=self.settings.ema,
+            teachers=self.teachers,
         )
         self.outside.progress(f"compiling the train step ({stage.batch_size} x {stage.seq_len} tokens)")
-        compiled, seconds = compile_step(step, state, place(batch, self.mesh, self.rules), self.mesh)
+        compiled, seconds = compile_step(step, state, place(batch, self.mesh, self.rules), self.mesh, self._frozen)
         self.compile_s += seconds
         self._new_compile_s = seconds
         self._check_room(stage, compiled)

@@ -45,6 +45,12 @@ def backbone(model: LanguageModel, params: Mapping[str, Any], ctx: Context, rngs
     return result[1]
 
 
+def head(model: LanguageModel, params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
+    """The head's matrix for a loss by chunks: gathered over the axis that splits its rows once, before the chunks, and split over the
+    vocabulary."""
+    return shard(model.head_weight(params).astype(hidden.dtype), None, "act_vocab")
+
+
 def next_token(
     model: LanguageModel,
     params: Mapping[str, Any],
@@ -55,12 +61,9 @@ def next_token(
     chunk: int = DEFAULT_CHUNK,
 ) -> tuple[jax.Array, TokenStats]:
     """Sum of weighted next-token losses from hidden states `[b t d]`; about `chunk` tokens' logits live at a time."""
-    # The head is gathered over the axis that splits its rows once, before the chunks, and stays split over the
-    # vocabulary.
-    w = shard(model.head_weight(params).astype(hidden.dtype), None, "act_vocab")
     return chunked_cross_entropy(
         hidden,
-        w,
+        head(model, params, hidden),
         batch["labels"],
         batch["weights"],
         valid_vocab=model.vocab_size,

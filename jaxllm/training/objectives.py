@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -22,7 +23,8 @@ from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
 from jaxllm.model import LanguageModel, Out
 from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
-from jaxllm.training.losses import Batch, labels_ahead, mean, next_token, trained_tokens, valid_tokens
+from jaxllm.ops.divergence import Direction, Head, chunked_divergence
+from jaxllm.training.losses import Batch, backbone, head, labels_ahead, mean, next_token, trained_tokens, valid_tokens
 from jaxllm.training.schedules import Schedule
 
 Params = Mapping[str, Any]
@@ -30,7 +32,7 @@ Params = Mapping[str, Any]
 
 class Forward(NamedTuple):
     """One forward pass of a micro-batch, shared by all objectives. `shards`: devices that split the batch; `key`:
-    random key."""
+    random key. teachers: frozen models and their parameters, by the name that an objective gives them."""
 
     model: LanguageModel
     params: Params
@@ -39,6 +41,7 @@ class Forward(NamedTuple):
     out: Out
     shards: int
     key: jax.Array
+    teachers: Mapping[str, tuple[LanguageModel, Params]] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +129,56 @@ class MultiToken(Objective):
         chunk = self.chunk * forward.shards
         loss, stats = next_token(forward.model, forward.params, hidden, batch, chunk=chunk)
         return loss, {"accuracy": stats.correct}
+
+
+@dataclasses.dataclass(frozen=True)
+class Distill(Objective):
+    """Divergence of the model's next-token distributions from a frozen teacher's: see `jaxllm.ops.divergence`.
+
+    teacher: a run folder, checkpoint, Hugging Face folder or GGUF file, of any architecture and the same tokenizer. direction: `forward`
+    (the student covers all that the teacher may say) or `reverse` (it keeps to what the teacher would say). temperature: of both.
+    top_k: look at that many of the teacher's likeliest ids and at all others as one; null = the whole vocabulary. Tokens count as
+    they do for `NextToken`, with which it is mixed by weights.
+    """
+
+    teacher: str = ""
+    temperature: float = 1.0
+    direction: Direction = "forward"
+    top_k: int | None = None
+    chunk: int = DEFAULT_CHUNK
+
+    def __post_init__(self) -> None:
+        if not self.teacher:
+            raise UserError("teacher: missing; name the run folder or checkpoint to learn from")
+        if not self.temperature > 0 or self.chunk < 1 or (self.top_k is not None and self.top_k < 1):
+            raise UserError(
+                f"temperature: {self.temperature} must be above 0, chunk={self.chunk} and top_k={self.top_k} at least 1"
+            )
+        if self.direction not in ("forward", "reverse"):
+            raise UserError(f"direction: {self.direction!r} is not forward or reverse")
+
+    def count(self, batch: Batch) -> jax.Array:
+        return trained_tokens(batch)
+
+    def __call__(self, forward: Forward) -> tuple[jax.Array, dict[str, jax.Array]]:
+        teacher, params = forward.teachers[self.teacher]
+        batch = forward.batch
+        ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"])
+        hidden = backbone(teacher, params, ctx).hidden
+        student = Head(
+            forward.out.hidden, head(forward.model, forward.params, forward.out.hidden), forward.model.logit_softcap
+        )
+        loss, same = chunked_divergence(
+            student,
+            Head(hidden, head(teacher, params, hidden), teacher.logit_softcap),
+            batch["weights"],
+            valid_vocab=min(forward.model.vocab_size, teacher.vocab_size),
+            temperature=self.temperature,
+            direction=self.direction,
+            top_k=self.top_k,
+            chunk=self.chunk * forward.shards,
+        )
+        return loss, {"agreement": same}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jaxllm.training.optimisers import Optimiser
 from jaxllm.training.state import TrainState, Tree, fill, leaves_by_path, owner, pick, step_key, trained
 
 Metrics = dict[str, jax.Array]
-Step = Callable[[TrainState, Batch, jax.Array | int], tuple[TrainState, Metrics]]
+Step = Callable[..., tuple[TrainState, Metrics]]
 
 
 def make_train_step(
@@ -43,8 +43,9 @@ def make_train_step(
     declared: Tree | None = None,
     watch: bool = False,
     ema: float | None = None,
+    teachers: Mapping[str, LanguageModel] | None = None,
 ) -> Step:
-    """`step(state, batch, total_updates) -> (state, metrics)`, to be jitted with a donated state.
+    """`step(state, batch, total_updates, frozen={}) -> (state, metrics)`, to be jitted with a donated state.
 
     batch: arrays `[b, t]` of a whole step; `accumulate` divides b. total_updates: int32 scalar, of the stage: what
     schedules end at. It is an argument, so that a longer run uses the program that is already compiled. free: tree of
@@ -53,6 +54,7 @@ def make_train_step(
     trained_tokens, finite, skipped, one entry an objective; and the layers' `metric/*`. watch: also
     `watch/grad_norm/<path>` and `watch/update_ratio/<path>`, the norm of a parameter's update over its own; one number a
     repeat for scanned ones. ema: decay of the state's running averages, see `averages_of`.
+    teachers: frozen models that objectives look at; their parameters are `frozen`, by the same names, and never part of the state.
     """
     declared = declare(model) if declared is None else declared
     trainable = trained(declared)
@@ -61,12 +63,15 @@ def make_train_step(
     tx = optimiser.transform(declared)
     capture = tuple(dict.fromkeys(name for o in objectives.values() for name in o.capture))
 
-    def micro_loss(part: Tree, params: Tree, batch: Batch, key: jax.Array, denominators: Any, weights: Any) -> Any:
+    def micro_loss(
+        part: Tree, params: Tree, batch: Batch, key: jax.Array, denominators: Any, weights: Any, frozen: Any
+    ) -> Any:
         params = fill(part, params)
         ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"], train=True, capture=capture)
         dropout, rest = jax.random.split(key)
         out = backbone(model, params, ctx, {"dropout": dropout})
-        forward = Forward(model, params, batch, ctx, out, shards, rest)
+        given = {name: (teacher, frozen[name]) for name, teacher in (teachers or {}).items()}
+        forward = Forward(model, params, batch, ctx, out, shards, rest, given)
         loss, shares = total_loss(objectives, forward, denominators, weights)
         states = {k: v for k, v in out.aux.items() if k.startswith("state/")}
         metrics = {k: v.astype(jnp.float32) / accumulate for k, v in out.aux.items() if k.startswith("metric/")}
@@ -74,7 +79,9 @@ def make_train_step(
 
     grad_of = jax.grad(micro_loss, has_aux=True)
 
-    def gradient(state: TrainState, batch: Batch, total_updates: jax.Array | int) -> tuple[Tree, Any]:
+    def gradient(
+        state: TrainState, batch: Batch, total_updates: jax.Array | int, frozen: Mapping[str, Tree]
+    ) -> tuple[Tree, Any]:
         """The gradient of the whole step (None where nothing is trained) and the summed reports of its
         micro-batches."""
         part = pick(state.params, moving)
@@ -82,20 +89,26 @@ def make_train_step(
         weights = {name: o.weight_at(state.updates, total_updates) for name, o in objectives.items()}
         key = step_key(state.key, state.step)
         if accumulate == 1:
-            grads, report = grad_of(part, state.params, batch, jax.random.fold_in(key, 0), denominators, weights)
+            grads, report = grad_of(
+                part, state.params, batch, jax.random.fold_in(key, 0), denominators, weights, frozen
+            )
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), report
 
         def body(total: Tree, xs: tuple[Batch, jax.Array]) -> tuple[Tree, Any]:
             rows, index = xs
-            grads, report = grad_of(part, state.params, rows, jax.random.fold_in(key, index), denominators, weights)
+            grads, report = grad_of(
+                part, state.params, rows, jax.random.fold_in(key, index), denominators, weights, frozen
+            )
             return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads), report
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), part)
         total, reports = lax.scan(body, zeros, (split_rows(batch, accumulate), jnp.arange(accumulate)))
         return total, jax.tree.map(lambda x: jnp.sum(x, axis=0), reports)
 
-    def step(state: TrainState, batch: Batch, total_updates: jax.Array | int) -> tuple[TrainState, Metrics]:
-        grads, report = gradient(state, batch, total_updates)
+    def step(
+        state: TrainState, batch: Batch, total_updates: jax.Array | int, frozen: Mapping[str, Tree] | None = None
+    ) -> tuple[TrainState, Metrics]:
+        grads, report = gradient(state, batch, total_updates, frozen or {})
         norm = optax.tree.norm(grads)
         if optimiser.clip_norm is not None:
             scale = jnp.minimum(1.0, optimiser.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
@@ -228,14 +241,19 @@ def _keep_frozen(new: Tree, old: Tree, moving: Tree, moved: Any) -> Tree:
     return jax.tree_util.tree_map_with_path(one, new, old)
 
 
-def compile_step(step: Step, state: TrainState, batch: Batch, mesh: Mesh | None = None) -> tuple[Any, float]:
+def compile_step(
+    step: Step, state: TrainState, batch: Batch, mesh: Mesh | None = None, frozen: Mapping[str, Tree] | None = None
+) -> tuple[Any, float]:
     """The step compiled for this state and batch (the state is donated), and the seconds that took.
 
-    The compiled step is called with an int32 scalar as `total_updates`, on the host or on all devices.
+    The compiled step is called with an int32 scalar as `total_updates`, on the host or on all devices; and with `frozen`, the
+    parameters of teachers, where there are any.
     """
     start = time.perf_counter()
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     places = jax.tree.map(lambda x: x.sharding, state)
     total = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=(places, everywhere)).lower(state, batch, total).compile()
+    more = (frozen,) if frozen else ()
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, everywhere))
+    compiled = jitted.lower(state, batch, total, *more).compile()
     return compiled, time.perf_counter() - start

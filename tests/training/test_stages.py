@@ -1,11 +1,16 @@
 """Stages: who is frozen, what changes, and which stage a step belongs to."""
 
+import dataclasses
 import functools
 
 import pytest
 
+from jaxllm.compose import compose
+from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.params import declare
+from jaxllm.tasks import train
+from jaxllm.tasks.source import staged
 from jaxllm.training.schedules import Constant
 from jaxllm.training.settings import StageSettings, TrainSettings
 from jaxllm.training.stages import free_parameters, override, plan, stage_at
@@ -93,3 +98,29 @@ def test_fields_inside_partials_can_be_set(tiny):
     assert isinstance(model.mixers["global"], functools.partial) and model.mixer("global").softcap is None
     with pytest.raises(UserError, match="would change parameter g0/b0/mixer"):
         override(model, {"mixers.global.num_heads": 2}, "stages.1.model")
+
+
+def test_four_stages_from_text_to_answers():
+    """conf/experiment/four_stages.yaml as a plan, and how its checkpoints are opened."""
+    cfg = compose(
+        ["+experiment=four_stages", "stages.3.data.path=talks.jsonl", "model.layers=1* global/dense", "track=none"]
+    )
+    entries = cfg.section("stages")
+    entries = [dataclasses.replace(e, model={k: train._field(cfg, v, k) for k, v in e.model.items()}) for e in entries]
+    schedules = {i: cfg.build_node(e.schedule, "schedule") for i, e in enumerate(entries) if e.schedule}
+    model, objectives = cfg.build("model", vocab_size=64), cfg.build("objective")
+    stages = plan(cfg.section("train"), entries, model, cfg.build("optim"), objectives, schedules)
+    found = [(s.name, s.start, s.end, s.seq_len, s.batch_size, s.optimiser.lr) for s in stages]
+    assert found == [
+        ("pretrain", 0, 400, 256, 8, 3e-3),
+        ("anneal", 400, 500, 256, 8, 3e-3),
+        ("long_context", 500, 600, 1024, 2, 3e-4),
+        ("sft", 600, 700, 512, 4, 1e-4),
+    ]
+    ropes = [type(s.model.mixers["global"].keywords["rope"]).__name__ for s in stages]
+    assert ropes == ["RoPE", "RoPE", "YaRN", "YaRN"] and stages[3].frozen == ["embed"]
+    saved = Config.from_yaml(cfg.to_yaml())
+    for step, name in ((0, "RoPE"), (500, "RoPE"), (501, "YaRN"), (600, "YaRN"), (700, "YaRN")):
+        assert staged(saved, step, {})["model.mixers.global.rope._target_"].endswith(f".{name}"), step
+    typed = {"model.mixers.global.rope": saved["model.mixers.global.rope"]}
+    assert staged(saved, 700, typed)["model.mixers.global.rope._target_"].endswith(".RoPE")

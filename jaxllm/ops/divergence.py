@@ -1,0 +1,100 @@
+"""How far the next-token distributions of one model are from another's, straight from hidden states, chunk by chunk.
+
+    p = softmax(z_T / tau),  q = softmax(z_S / tau),      forward: tau^2 sum_v p (log p - log q),   reverse: tau^2 sum_v q (log q - log p)
+
+(Hinton et al. 2015, arXiv 1503.02531; reverse: Gu et al. 2023, arXiv 2306.08543.) The factor tau^2 keeps the size of the gradient:
+d/dz_S = tau (q - p) for the forward one. With `top_k`, both are summed up to k + 1 outcomes: the k ids likeliest to the teacher, and
+any other; the divergence is then a lower bound of the whole, exact in what it keeps, and no probability is renormalised away.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
+
+Direction = Literal["forward", "reverse"]
+NOT_AN_ID = -1e30  # a logit that no softmax counts and whose products with 0 are 0
+
+
+class Head(NamedTuple):
+    """What logits are made of. hidden `[b t d]`, w `[d v]`; softcap: see `cross_entropy`."""
+
+    hidden: Array
+    w: Array
+    softcap: float | None = None
+
+    def logits(self, valid_vocab: int) -> Array:
+        """float32 `[b t valid_vocab]`."""
+        z = jnp.einsum("btd,dv->btv", self.hidden, self.w, preferred_element_type=jnp.float32)
+        z = z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
+        return z[..., :valid_vocab]
+
+
+def divergence(
+    student: Array,
+    teacher: Array,
+    *,
+    temperature: float = 1.0,
+    direction: Direction = "forward",
+    top_k: int | None = None,
+) -> Array:
+    """Per token `[..]`, from float32 logits `[.. v]`. The teacher has no gradient."""
+    log_q = jax.nn.log_softmax(student / temperature)
+    log_p = jax.nn.log_softmax(lax.stop_gradient(teacher) / temperature)
+    if top_k is not None and top_k < student.shape[-1]:
+        _, ids = lax.top_k(log_p, top_k)
+        log_p, log_q = _with_rest(log_p, ids), _with_rest(log_q, ids)
+    a, b = (log_p, log_q) if direction == "forward" else (log_q, log_p)
+    return temperature**2 * jnp.sum(jnp.exp(a) * (a - b), axis=-1)
+
+
+def _with_rest(log_p: Array, ids: Array) -> Array:
+    """Logarithms of the probabilities of `ids` `[.. k]` and of all others together `[.. k + 1]`."""
+    kept = jnp.take_along_axis(log_p, ids, axis=-1)
+    others = jnp.put_along_axis(log_p, ids, NOT_AN_ID, axis=-1, inplace=False)
+    return jnp.concatenate([kept, jax.nn.logsumexp(others, axis=-1, keepdims=True)], axis=-1)
+
+
+def chunked_divergence(
+    student: Head,
+    teacher: Head,
+    weights: Array,
+    *,
+    valid_vocab: int,
+    temperature: float = 1.0,
+    direction: Direction = "forward",
+    top_k: int | None = None,
+    chunk: int = DEFAULT_CHUNK,
+) -> tuple[Array, Array]:
+    """Sums over tokens, each times its weight `[b t]`: of the divergence, and of the tokens whose likeliest id is the teacher's.
+
+    About `chunk` tokens' logits of both models live at a time; the backward pass makes them again.
+    """
+    b, t, _ = student.hidden.shape
+    count = -(-t // min(t, max(1, -(-chunk // b))))
+    width = -(-t // count)
+
+    def cut(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, count * width - t), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(b, count, width, *x.shape[2:]), 1, 0)
+
+    def part(w: Array, xs: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        hidden, frozen, weight = xs
+        z = Head(hidden, w, student.softcap).logits(valid_vocab)
+        other = Head(frozen, teacher.w, teacher.softcap).logits(valid_vocab)
+        far = divergence(z, other, temperature=temperature, direction=direction, top_k=top_k)
+        same = jnp.argmax(z, axis=-1) == jnp.argmax(other, axis=-1)
+        # A weight of 0 may sit where the models see padding: whatever they say there stays out of the sums.
+        return jnp.sum(jnp.where(weight != 0, weight * far, 0.0)), jnp.sum(weight * same)
+
+    def body(sums: tuple[Array, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
+        far, same = jax.checkpoint(part)(student.w, xs)
+        return (sums[0] + far, sums[1] + same), None
+
+    xs = (cut(student.hidden), cut(lax.stop_gradient(teacher.hidden)), cut(weights.astype(jnp.float32)))
+    zero = jnp.float32(0.0)
+    (far, same), _ = lax.scan(body, (zero, zero), xs)
+    return far, lax.stop_gradient(same)

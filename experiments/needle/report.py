@@ -22,11 +22,11 @@ import numpy as np
 NAMES = {
     "full": "all keys",
     "window": "window",
-    "window_global": "window and 8 global tokens",
+    "window_global": "window and 4 global tokens",
     "dsa": "DSA",
     "csa": "CSA",
 }
-BUDGETS = (8, 16, 32, 64, 128)
+BUDGETS = (4, 8, 16, 32, 64)
 DEPTHS = tuple(i / 8 for i in range(9))  # 0: at the start of the haystack, farthest from the question
 PARTS = (1.0, 0.5, 0.25)  # of the trained haystack
 ROUNDS = 7
@@ -194,7 +194,7 @@ def _programs(model: Any, params: Any, context: int) -> dict[str, Callable[[], A
 
 
 def selected(model: Any, params: Any, tokens: np.ndarray) -> list[np.ndarray]:
-    """bool `[t t]` of each layer: which tokens a query (row) of `tokens [1 t]` met, an entry of CSA as all tokens that are in it."""
+    """bool `[t t]` of each layer behind the first: which tokens a query (row) of `tokens [1 t]` met, an entry of CSA as all its tokens."""
     import jax
 
     from jaxllm.layers.base import Context
@@ -202,8 +202,9 @@ def selected(model: Any, params: Any, tokens: np.ndarray) -> list[np.ndarray]:
     from jaxllm.ops.mask import Mask
 
     t, mixer = tokens.shape[1], model.mixer("global")
+    roles = [role for group in model.groups for role, _ in group.period for _ in range(group.repeats)]
     if not hasattr(mixer, "top_k"):
-        return [pattern(mixer.mask, t)] * model.num_layers
+        return [pattern(mixer.mask, t)] * roles.count("global")
     ctx = Context.whole(tokens, capture=("selected",))
     capture = jax.jit(lambda p: model.apply({"params": p}, ctx)[1].capture)(params)
     m, span = getattr(mixer, "compress_rate", 1), 1
@@ -222,7 +223,7 @@ def selected(model: Any, params: Any, tokens: np.ndarray) -> list[np.ndarray]:
 
 
 def draw_selected(folders: Mapping[str, Path], path: Path) -> None:
-    """A row a variant, a column a layer: the keys of every query; crosses: the needle, and the question's last token."""
+    """A row a variant, a column a layer behind the first: the keys of every query; crosses: the needle, and the question's last token."""
     from matplotlib.figure import Figure
 
     from jaxllm.tasks.source import open_source
@@ -240,7 +241,7 @@ def draw_selected(folders: Mapping[str, Path], path: Path) -> None:
         for i, (cell, seen) in enumerate(zip(row, layers, strict=False)):
             cell.imshow(seen, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
             cell.plot([place], [len(seen) - 1], "x", color="#D55E00", markersize=8, clip_on=False)
-            cell.set_title(f"{NAMES[name]}, layer {i}", fontsize=9)
+            cell.set_title(f"{NAMES[name]}, layer {i + 1}", fontsize=9)
         for cell in row[len(layers) :]:
             cell.axis("off")
     figure.savefig(path, dpi=120)

@@ -43,16 +43,19 @@ def test_models_are_equally_large_and_meet_equally_many_keys(study):
     models = {name: composed(name).build("model", vocab_size=259) for name in study.NAMES}
     sizes = [sum(b.value.size for b in jax.tree.leaves(declare(m), is_leaf=is_declared)) for m in models.values()]
     assert max(sizes) / min(sizes) < 1.01
-    assert {study.budget(name, m.mixer("global")) for name, m in models.items() if name != "full"} == {32}
+    assert {study.budget(name, m.mixer("global")) for name, m in models.items() if name != "full"} == {16}
     for name, m in models.items():
         assert study.variant(composed(name)["model"]) == name
-        assert name == "full" or study.budget(name, study.with_budget(m, name, 16).mixer("global")) == 16
+        assert name == "full" or study.budget(name, study.with_budget(m, name, 8).mixer("global")) == 8
 
 
 def test_a_row_is_a_haystack_whose_needles_are_asked_for():
     cfg = composed("dsa")
-    lengths = dataclasses.replace(cfg.build("data"), documents=20).prepare().train.lengths
-    assert {int(n) for n in lengths} == {cfg["train.seq_len"]}
+    pairs = cfg.section("stages")[0]
+    first = cfg.build_node(pairs.data, "stages.0.data")
+    for source, row in ((first, pairs.seq_len), (cfg.build("data"), cfg["train.seq_len"])):
+        lengths = dataclasses.replace(source, documents=20).prepare().train.lengths
+        assert {int(n) for n in lengths} == {row}
     hay = haystack(np.random.default_rng(0), ["a1", "b2"], [0, 3], 3)
     assert (hay[:2], hay[-2:], len(hay)) == ("a1", "b2", 7)
     for text in Synthetic(length=4, filler=30, documents=5, answers_only=False)._read():
@@ -90,10 +93,10 @@ def test_the_report_asks_measures_and_draws(study, tmp_path, monkeypatch):
         folders.append(tmp_path / "sweep" / name)
         cache = f"data.cache_dir={tmp_path / 'cache'}"
         finished(folders[-1], composed(name, *TINY, "model.layers=1* global/dense", cache))
-    text = study.report(folders, tmp_path, 4, (10, 32), (0.0, 1.0))
+    text = study.report(folders, tmp_path, 4, (10, 16), (0.0, 1.0))
     lines = [line.split(" | ") for line in text.splitlines()[2:]]
     assert [(line[0], line[1]) for line in lines] == [
-        (f"| {study.NAMES[name]}", k) for name in ("window_global", "dsa") for k in ("10", "32, as trained")
+        (f"| {study.NAMES[name]}", k) for name in ("window_global", "dsa") for k in ("10", "16, as trained")
     ]
     assert all(0 <= float(line[4]) <= 1 and float(line[5]) > 0 for line in lines)
     assert float(lines[0][3]) != float(lines[1][3])  # another window is another answer

@@ -88,6 +88,7 @@ class MeshSettings:
 
 SECTIONS = {
     "train": "jaxllm.training.settings.TrainSettings",
+    "eval": "jaxllm.training.settings.EvalSettings",
     "count": "jaxllm.tasks.count.CountSettings",
     "read": "jaxllm.inference.settings.ReadSettings",
     "time": "jaxllm.measure.settings.TimeSettings",

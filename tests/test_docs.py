@@ -155,6 +155,8 @@ def place(tmp_path_factory):
     notes = [json.dumps({"body": f"note {n}: water the plants"}) + "\n" for n in range(60)]
     (folder / "notes.jsonl").write_text("".join(notes))
     talk = [{"role": "user", "content": "Water?"}, {"role": "assistant", "content": "Yes."}]
+    sums = [{"prompt": f"{n}+1=", "choices": [str(n + 1), str(n)], "answer": 0} for n in range(3)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sums))
     (folder / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
     (folder / "prompts.jsonl").write_text('{"prompt": "def add"}\n{"prompt": "return "}\n')
     (folder / "FOLDER").mkdir()

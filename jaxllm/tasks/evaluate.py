@@ -1,4 +1,4 @@
-"""`task=eval source=...`: the loss of a trained model on text it was not trained on."""
+"""`task=eval source=...`: the loss of a trained model on text it was not trained on, and whatever suites `eval.*` asks for."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any
 import jax
 
 from jaxllm.config import Config
+from jaxllm.data.corpus import Corpus
 from jaxllm.data.corpus import Source as Text
 from jaxllm.data.loader import Loader
+from jaxllm.data.probes import haystack
+from jaxllm.data.store import TokenStore
+from jaxllm.data.vocabulary import Tokenizer
 from jaxllm.errors import UserError
 from jaxllm.mesh import build_mesh, check_batch, param_shardings, use_mesh
 from jaxllm.params import declare
-from jaxllm.tasks import TaskIO
+from jaxllm.tasks import TaskIO, eval_suites
 from jaxllm.tasks.source import open_source
 from jaxllm.tasks.train import Fixed
 from jaxllm.training.evaluation import Evaluator
+from jaxllm.training.likelihood import Scorer
 from jaxllm.training.loop import batch_shards
-from jaxllm.training.settings import TrainSettings
+from jaxllm.training.settings import EvalSettings, TrainSettings
 
 
 def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
@@ -26,8 +31,9 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
 
     The text is the held-out part of the run's own, or all of another one where the command names one (`data=...`,
     `data.path=...`); either is read in the model's tokens. Rows and batches are the run's unless `train.seq_len` or
-    `train.batch_size` were typed; the size of a batch changes no result.
+    `train.batch_size` were typed; the size of a batch changes no result. Further suites and their fields: `EvalSettings`.
     """
+    suites: EvalSettings = cfg.section("eval")
     if cfg.source is None:
         raise UserError("source: missing; give source=<run folder or checkpoint>")
     typed = {k: v for k, v in cfg.explicit.items() if k.split(".")[0] in ("model", "train")}
@@ -56,22 +62,103 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         mesh=mesh,
         rules=place.rules,
         shards=batch_shards(mesh, place.rules),
+        positions=suites.positions,
     )
     limit = settings.eval_batches if "train.eval_batches" in typed else None
-    total = -(-loader.rows_per_epoch // loader.batch_size)
-    batches = total if limit is None else min(limit, total)
 
-    def watched() -> Any:
+    def watched(loader: Loader, what: str, limit: int | None) -> Any:
+        total = -(-loader.rows_per_epoch // loader.batch_size)
         for n, batch in enumerate(loader.epoch()):
-            io.progress(f"batch {n + 1}/{batches}")
+            io.progress(f"{what}: batch {n + 1}/{total if limit is None else min(limit, total)}")
             if io.stop.is_set():
                 raise KeyboardInterrupt
             yield batch
 
     with use_mesh(mesh, place.rules):
-        result = evaluator(params, watched(), limit)
-    io.log(f"loss {result['loss']:.4f}, {result['bpb']:.4f} bits per byte over {result['tokens']:,} tokens")
+        result = evaluator(params, watched(loader, "text", limit), limit)
+        io.log(f"loss {result['loss']:.4f}, {result['bpb']:.4f} bits per byte over {result['tokens']:,} tokens")
+        if suites.asked:
+            result |= _suites(cfg, io, suites, source, tokenizer, store, params, evaluator, settings, watched)
+    total = -(-loader.rows_per_epoch // loader.batch_size)
+    batches = total if limit is None else min(limit, total)
+    if io.run_dir is not None and _tracked(cfg):
+        _track(cfg, io, result, source.step)
     return {**result, "batches": batches, "step": source.step, "checkpoint": str(source.folder)}
+
+
+def _suites(
+    cfg: Config,
+    io: TaskIO,
+    suites: EvalSettings,
+    source: Any,
+    tokenizer: Tokenizer,
+    text: TokenStore,
+    params: Any,
+    evaluator: Evaluator,
+    settings: TrainSettings,
+    watched: Any,
+) -> dict[str, Any]:
+    """The results of the suites that were asked for, by name."""
+    found: dict[str, Any] = {}
+    hosts = {"host": jax.process_index(), "hosts": jax.process_count()}
+
+    def prepare(text: Text) -> Corpus:
+        return dataclasses.replace(text, tokenizer=Fixed(tokenizer)).prepare(io.log, cfg.original_cwd)
+
+    def evaluate(batches: Any) -> dict[str, Any]:
+        return evaluator(params, batches)
+
+    def rows(store: TokenStore, length: int | None) -> Any:
+        return watched(
+            Loader(store, settings.batch_size, length or settings.seq_len, shuffle=False, **hosts), "suite", None
+        )
+
+    if suites.domains:
+        found["domains"] = eval_suites.domains(suites, prepare, evaluate, rows)
+    if suites.recall:
+        found["recall"] = eval_suites.recall(suites, prepare, evaluate, rows)
+    if suites.needle:
+        hay = haystack(text, tokenizer, 16 * max(suites.needle))
+        found["needle"] = eval_suites.needle(suites, tokenizer, hay, evaluate, rows, cfg.seed)
+    if suites.choices:
+        scorer = Scorer(source.model)
+        found["choices"] = eval_suites.choices(suites, tokenizer, scorer, params, cfg.original_cwd)
+    if suites.lm_eval:
+        from jaxllm.tasks.lm_eval_adapter import evaluate as harness
+
+        found["lm_eval"] = harness(suites, source, params, cfg.original_cwd)
+    for name, value in found.items():
+        for row in tabled(value)[1]:
+            io.log(f"{name}: " + ", ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row))
+    return found
+
+
+def tabled(value: Any) -> tuple[list[str], list[list[Any]]]:
+    """(columns, rows) of a suite's result: a list of records, or records by name."""
+    records = value if isinstance(value, list) else [{"name": key, **row} for key, row in value.items()]
+    columns = list(dict.fromkeys(key for row in records for key in row))
+    return columns, [[row.get(column) for column in columns] for row in records]
+
+
+def _tracked(cfg: Config) -> bool:
+    """Was a tracker asked for? Judging a model writes and sends nothing unasked."""
+    typed = [*(text.lstrip("+").partition("=")[0] for text in cfg.groups), *cfg.explicit]
+    return any(key.split(".")[0] == "track" for key in typed)
+
+
+def _track(cfg: Config, io: TaskIO, result: dict[str, Any], step: int) -> None:
+    """Numbers and tables to the tracker of the folder that was asked for."""
+    assert io.run_dir is not None
+    tracker = cfg.build("track").open(io.run_dir, config=cfg.to_dict(), resume_id=None, log=io.log)
+    try:
+        numbers = {f"eval/{key}": value for key, value in result.items() if isinstance(value, int | float)}
+        tracker.log(step, numbers)
+        tracker.summary(numbers)
+        for name, value in result.items():
+            if isinstance(value, list | dict) and value:
+                tracker.table(step, f"eval/{name}", *tabled(value))
+    finally:
+        tracker.close()
 
 
 def _text(cfg: Config, trained: Config) -> tuple[Text, bool]:

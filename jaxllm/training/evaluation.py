@@ -4,6 +4,7 @@ batched."""
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
 from jaxllm.training.feed import place
 from jaxllm.training.losses import backbone, bits_per_byte, labels_ahead, next_token, perplexity, top_tokens
 
+FIRST_RANGE = 16  # positions 0 to 15 are the first range; each further one is as long as all before it
+
 
 class Evaluator:
     """Compiled once a model; `evaluate(params, batches)` then gives `{loss, bpb, perplexity, accuracy, tokens}`, and of each MTP module
@@ -29,7 +32,8 @@ class Evaluator:
     how often it and all modules before it do, which is what greedy drafts of k tokens come to.
 
     token_bytes: UTF-8 bytes of each id, int32 `[vocab]`, 0 for specials: the loss of a document's end counts, its zero
-    bytes do not. None: no bits per byte. log: told when a batch of another shape makes it compile again.
+    bytes do not. None: no bits per byte. log: told when a batch of another shape makes it compile again. positions: also `by_position`, the
+    loss of tokens by how many of their document stand before them in the row, in ranges that double: `[{from, to, loss, tokens}]`.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Evaluator:
         rules: Rules | None = None,
         shards: int = 1,
         log: Callable[[str], None] | None = None,
+        positions: bool = False,
     ):
         self.mesh, self.rules = mesh, rules
         self.has_bytes = token_bytes is not None
@@ -60,6 +65,7 @@ class Evaluator:
                 "weight": jnp.sum(batch["weights"]),
                 "bytes": jnp.sum(size),
                 **drafted(params, out, batch),
+                **(by_position(stats.nll_tokens, batch) if positions else {}),
             }
 
         def drafted(params: Mapping[str, Any], out: Out, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -86,9 +92,9 @@ class Evaluator:
 
     def __call__(
         self, params: Mapping[str, Any], batches: Iterable[Mapping[str, np.ndarray]], limit: int | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Over `batches` (at most `limit` of them). Sums are added in double precision on the host."""
-        total: dict[str, float] = collections.defaultdict(float)
+        total: dict[str, Any] = collections.defaultdict(float)
         pending: dict[str, jax.Array] | None = None
         for n, batch in enumerate(batches):
             if limit is not None and n >= limit:
@@ -97,6 +103,8 @@ class Evaluator:
             _add(total, pending)  # read the batch before this one while this one runs
             pending = sums
         _add(total, pending)
+        total = {name: float(value) if np.ndim(value) == 0 else value for name, value in total.items()}
+        total = collections.defaultdict(float, total)
         loss = total["nll"] / total["weight"] if total["weight"] else math.nan
         return {
             "loss": loss,
@@ -105,7 +113,37 @@ class Evaluator:
             "accuracy": total["correct"] / total["weight"] if total["weight"] else math.nan,
             "tokens": int(total["weight"]),
             **_of_modules(total),
+            **_of_positions(total),
         }
+
+
+def ranges(length: int) -> list[tuple[int, int]]:
+    """`[0, 16), [16, 32), [32, 64) ...`, the last one up to `length`."""
+    edges = [0]
+    while edges[-1] < length:
+        edges.append(min(length, max(FIRST_RANGE, 2 * edges[-1])))
+    return list(itertools.pairwise(edges))
+
+
+def by_position(nll: jax.Array, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Sums over the tokens of each range of positions, `[ranges]`. nll `[b t]`."""
+    found = ranges(batch["tokens"].shape[1])
+    inside = jnp.stack([(batch["positions"] >= low) & (batch["positions"] < high) for low, high in found])
+    weights = jnp.where(inside, batch["weights"], 0.0)
+    return {"position/weight": jnp.sum(weights, axis=(1, 2)), "position/nll": jnp.sum(weights * nll, axis=(1, 2))}
+
+
+def _of_positions(total: Mapping[str, Any]) -> dict[str, Any]:
+    if "position/weight" not in total:
+        return {}
+    weights, nll = (np.asarray(total[f"position/{name}"]) for name in ("weight", "nll"))
+    edges = [0] + [FIRST_RANGE * 2**i for i in range(len(weights))]
+    rows = [
+        {"from": edges[i], "to": edges[i + 1] - 1, "loss": float(nll[i] / weights[i]), "tokens": int(weights[i])}
+        for i in range(len(weights))
+        if weights[i]
+    ]
+    return {"by_position": rows}
 
 
 def _of_modules(total: Mapping[str, float]) -> dict[str, float]:
@@ -118,6 +156,6 @@ def _of_modules(total: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _add(total: dict[str, float], sums: Mapping[str, jax.Array] | None) -> None:
+def _add(total: dict[str, Any], sums: Mapping[str, jax.Array] | None) -> None:
     for name, value in (sums or {}).items():
-        total[name] += float(value)
+        total[name] += np.asarray(value, np.float64)

@@ -1,4 +1,4 @@
-"""The `train:` node of the config and one entry of its `stages:` list. Plain data: no jax here."""
+"""The `train:` and `eval:` nodes of the config and one entry of its `stages:` list. Plain data: no jax here."""
 
 from __future__ import annotations
 
@@ -99,3 +99,40 @@ class StageSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}: {value} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings:
+    """What `task=eval` looks at besides the loss of its text.
+
+    positions: loss by how many tokens of the document stand before a token in its row, in ranges that double. domains: texts by name,
+    a path, glob or list each, with a loss and bits per byte of its own. choices: jsonl files of questions by name, answered by likelihood
+    (`jaxllm.data.probes.read_questions`). recall: made-up recall tasks by name, each the fields of `jaxllm.data.synthetic.Synthetic`
+    (length, filler, queries, documents). needle: lengths in tokens of a text with a needle, each at `needle_depths` depths, `needle_count`
+    texts each. lm_eval: tasks of lm-evaluation-harness by name; lm_eval_path: a folder with yaml of further ones. limit: questions of
+    each task of `choices` and `lm_eval` at most.
+    """
+
+    positions: bool = True
+    domains: dict[str, str | list[str]] = dataclasses.field(default_factory=dict)
+    choices: dict[str, str] = dataclasses.field(default_factory=dict)
+    recall: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    needle: tuple[int, ...] = ()
+    needle_depths: int = 5
+    needle_count: int = 8
+    lm_eval: tuple[str, ...] = ()
+    lm_eval_path: str | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("needle_depths", "needle_count", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}: {value} must be at least 1")
+        if any(length < 1 for length in self.needle):
+            raise UserError(f"needle: {list(self.needle)} must be lengths of at least 1")
+
+    @property
+    def asked(self) -> bool:
+        """Is there any suite beside the loss?"""
+        return bool(self.domains or self.choices or self.recall or self.needle or self.lm_eval)

@@ -10,7 +10,7 @@ from jaxllm.data.loader import Loader
 from jaxllm.data.store import TokenStore
 from jaxllm.layers.base import Context
 from jaxllm.params import init_params
-from jaxllm.training.evaluation import Evaluator
+from jaxllm.training.evaluation import Evaluator, by_position, ranges
 from jaxllm.training.losses import bits_per_byte, perplexity
 from jaxllm.training.objectives import NextToken
 
@@ -47,6 +47,18 @@ def test_the_result_does_not_depend_on_the_batch_size_and_counts_every_token(tin
     np.testing.assert_allclose(results[0]["bpb"], nll / math.log(2) / size, rtol=1e-5)
     some = evaluate(params, Loader(store, 1, 12, shuffle=False).epoch(), limit=1)
     assert some["tokens"] < tokens
+
+
+def test_sums_by_position():
+    assert ranges(12) == [(0, 12)] and ranges(50) == [(0, 16), (16, 32), (32, 50)]
+    positions = np.array([[*range(30), *range(20)]])  # two documents in a row
+    nll, weights = RNG.random((1, 50)), (RNG.random((1, 50)) > 0.3).astype(np.float32)
+    batch = {"tokens": positions, "positions": positions, "weights": weights}
+    got = by_position(nll, batch)
+    for i, (low, high) in enumerate([(0, 16), (16, 32), (32, 50)]):
+        inside = (positions >= low) & (positions < high)
+        np.testing.assert_allclose(got["position/weight"][i], weights[inside].sum())
+        np.testing.assert_allclose(got["position/nll"][i], (weights * nll)[inside].sum(), rtol=1e-5)
 
 
 def test_the_end_of_a_document_is_trained_even_where_padding_has_its_id(tiny):

@@ -109,6 +109,37 @@ def test_eval_gives_the_loss_that_training_saw(done, tmp_path):
         run(tmp_path / "g", "task=eval", task=evaluate)
 
 
+def test_eval_by_position_by_domain_and_by_probe(done, tmp_path):
+    folder, _, _ = done
+    for name, text in (("digits", "1234 " * 60), ("letters", "abcd " * 60)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    line = {"prompt": "a1b2?a", "choices": ["1", "2"], "answer": 0}
+    (tmp_path / "q.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"answer": 1}) + "\n")
+    suites = [f"eval.domains.{name}={tmp_path / name}.txt" for name in ("digits", "letters")]
+    suites += [
+        "eval.recall.short={length:3,documents:4}",
+        f"eval.choices.q={tmp_path / 'q.jsonl'}",
+        "train.batch_size=4",
+    ]
+    suites += ["eval.needle=[96]", "eval.needle_depths=2", "eval.needle_count=4", "track=none"]
+    folder_out = tmp_path / "e"
+    result, said = run(folder_out, f"source={folder}", "task=eval", *suites, task=evaluate)
+    json.dumps(result, allow_nan=False)
+    rows = result["by_position"]
+    assert rows[0]["from"] == 0 and sum(row["tokens"] for row in rows) == result["tokens"]
+    mean = sum(row["loss"] * row["tokens"] for row in rows) / result["tokens"]
+    assert mean == pytest.approx(result["loss"], rel=1e-5)
+    assert set(result["domains"]) == {"digits", "letters"}
+    assert all(row["bpb"] > 0 and row["tokens"] >= 300 for row in result["domains"].values())
+    assert result["recall"]["short"]["tokens"] == 4 * 2  # an answer, and the end of the document
+    assert result["choices"]["q"]["acc"] == 0.5 == result["choices"]["q"]["chance"]  # both answers to one question
+    assert [(row["length"], row["depth"]) for row in result["needle"]] == [(96, 0.0), (96, 1.0)]
+    assert all(row["tokens"] == 4 * 5 for row in result["needle"])
+    assert "needle: 96, 0" in said
+    with pytest.raises(UserError, match="eval.recall.short: got an unexpected keyword argument 'lenght'"):
+        run(tmp_path / "f", f"source={folder}", "task=eval", "eval.recall.short={lenght:3}", task=evaluate)
+
+
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(done, tmp_path):
     folder, fields, _ = done
     first, said = run(tmp_path / "run", "train.steps=6", "train.ema=0.9", stop=StopAt(3))

@@ -7,7 +7,8 @@ For each entry of MODELS a folder beside this file:
     config.json, model.safetensors   as `save_pretrained` writes them (a variant of rotary settings alone shares the weights of `llama`)
     reference.safetensors            input_ids [b t], logits [b t v], hidden_<i> [b t d] (0 = embeddings, last = after the final norm),
                                      greedy [b n] after the first PROMPT tokens, left_ids, left_mask [b t] and left_logits [b t v]
-    reference.json                   loss, norms of gradients by tensor of the file, bf16_max_abs (how far transformers' own bfloat16 is),
+    reference.json                   loss, norms of gradients by tensor of the file, bf16_max_abs, bf16_median_abs (how far transformers' own
+                                     bfloat16 is: the worst logit of all tokens, and of a middling token),
                                      margin (of models with experts: the least distance between the last score that a router took
                                      and the first that it left, over all tokens that were run)
 
@@ -233,8 +234,13 @@ def reference(model, ids: torch.Tensor) -> tuple[dict, dict]:
     half = build(model.config, torch.bfloat16)
     half.load_state_dict(model.state_dict())
     with torch.no_grad():
-        off = (half(input_ids=ids, use_cache=False).logits.float() - out.logits).abs().max().item()
-    facts = {"loss": loss.item(), "gradient_norms": norms, "bf16_max_abs": off}
+        off = (half(input_ids=ids, use_cache=False).logits.float() - out.logits).abs().amax(-1).flatten()
+    facts = {
+        "loss": loss.item(),
+        "gradient_norms": norms,
+        "bf16_max_abs": off.max().item(),
+        "bf16_median_abs": off.quantile(0.5).item(),
+    }
     return arrays, facts | ({"margin": min(seen)} if seen else {})
 
 

@@ -7,8 +7,8 @@ For each entry of MODELS a folder beside this file:
     config.json, model.safetensors   as `save_pretrained` writes them (a variant of rotary settings alone shares the weights of `llama`)
     reference.safetensors            input_ids [b t], logits [b t v], hidden_<i> [b t d] (0 = embeddings, last = after the final norm),
                                      greedy [b n] after the first PROMPT tokens, left_ids, left_mask [b t] and left_logits [b t v]
-    reference.json                   loss, norms of gradients by tensor of the file, bf16_max_abs, bf16_median_abs (how far transformers' own
-                                     bfloat16 is: the worst logit of all tokens, and of a middling token),
+    reference.json                   loss, norms of gradients by tensor of the file, bf16_max_abs and bf16_median_abs (how far
+                                     transformers' own bfloat16 is: the worst logit of all tokens, and of a middling token),
                                      margin (of models with experts: the least distance between the last score that a router took
                                      and the first that it left, over all tokens that were run)
 

@@ -206,6 +206,11 @@ class Config:
         for i, stage in enumerate(stages):
             if not isinstance(stage, Mapping):
                 raise UserError(f"stages.{i}={show(stage)}: expected a mapping of a stage's keys")
+            for key in ("data", "schedule"):
+                if stage.get(key) and not is_node(stage[key]):
+                    raise UserError(
+                        f"stages.{i}.{key}={show(stage[key])}: has no _target_; write out the whole of it, not only what differs"
+                    )
             made.append(Nodes(self._allow).fields(stage, cls, f"stages.{i}"))
         return made
 

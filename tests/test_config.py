@@ -157,6 +157,7 @@ MISTAKES = {
     "objective.next_token.wieght=2": "did you mean objective.next_token.weight?",
     "objective.next_tokn.weight=2": "did you mean objective.next_token.weight?",
     "stages=[{frezee: [a]}]": "stages.0.frezee=['a']: unknown key; did you mean stages.0.freeze?",
+    "stages=[{steps: 1, data: {length: 8}}]": "stages.0.data={'length': 8}: has no _target_; write out the whole of it",
     "stages=3": "stages=3: expected a list of stages",
     "mesh.axes.fdsp=2": "mesh.axes.fdsp=2: unknown mesh axis; did you mean mesh.axes.fsdp?",
     "mesh.rules.embedd=fsdp": "mesh.rules.embedd=fsdp: unknown logical axis; did you mean mesh.rules.embed?",

@@ -22,7 +22,11 @@ def smoke():
 
 @pytest.mark.parametrize("group", ["model", "data", "mesh", "optim", "objective", "track", "experiment"])
 def test_every_yaml_of_every_group_composes(group):
-    extra = {("data", "hf"): ["data.name=some/set"], ("data", "file"): ["data.path=x.json"]}
+    extra = {
+        ("data", "hf"): ["data.name=some/set"],
+        ("data", "file"): ["data.path=x.json"],
+        ("objective", "distill"): ["objective.distill.teacher=runs/RUN"],
+    }
     assert options(group)
     for name in options(group):
         cfg = compose([f"{group}={name}", *extra.get((group, name), [])])

@@ -77,11 +77,11 @@ def test_a_question_has_its_needle_at_the_depth(study):
 
 
 def finished(folder, cfg):
-    """A run as training leaves it, untrained."""
+    """A run as training leaves it after its last stage, untrained."""
     tokenizer = cfg.build("data").prepare().tokenizer
     checkpoints = Checkpoints(folder / "checkpoints")
     meta = {"config": cfg.to_yaml(), "tokenizer": pack_tokenizer(tokenizer)}
-    checkpoints.save(1, new_state(build_model(cfg, tokenizer), cfg.build("optim"), 0), meta)
+    checkpoints.save(cfg["train.steps"], new_state(build_model(cfg, tokenizer), cfg.build("optim"), 0), meta)
     checkpoints.close()
     (folder / "result.json").write_text(json.dumps({"loss": 2.5}))
 

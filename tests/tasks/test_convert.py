@@ -142,6 +142,6 @@ def test_training_starts_from_a_source_and_goes_on_without_it(theirs, tmp_path):
     np.testing.assert_allclose(after.params["embed"], start.params["embed"], atol=1e-6)
     assert Checkpoints(folder / "checkpoints").latest() == 1
     gone = compose([*small[:-1], f"source={tmp_path}/gone", "model.remat=full"])
-    cfg, tokenizer, params = train._given(gone, TaskIO(run_dir=folder, resume=True), None, None)
+    cfg, tokenizer, params, _ = train._given(gone, TaskIO(run_dir=folder, resume=True), None, None)
     assert params is None and tokenizer.vocab_size == 258  # the state comes from the run's own checkpoint
     assert cfg["model.vocab_size"] == 260 and cfg["model.remat"] == "full" and cfg["model.mixers.global.qk_norm"]

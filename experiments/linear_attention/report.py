@@ -137,7 +137,7 @@ def draw_positions(curves: dict[str, Any], trained: int, length: int, path: Path
         axes.plot(places, values.mean(axis=0), color=colour, linewidth=2, label=NAMES[name])
         axes.fill_between(places, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2, linewidth=0)
     axes.axvline(trained, color=plots.INK, linewidth=1)
-    plots.legend(axes)
+    plots.legend(axes, "upper left")
     figure.savefig(path, dpi=150)
 
 

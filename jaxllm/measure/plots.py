@@ -160,7 +160,7 @@ def canvas(title: str, run: str, x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def legend(axes: Axes, where: Literal["upper right", "lower right"] = "upper right") -> None:
+def legend(axes: Axes, where: Literal["upper right", "lower right", "upper left"] = "upper right") -> None:
     axes.legend(loc=where, frameon=True, framealpha=0.9, edgecolor="none", fontsize=9)
 
 

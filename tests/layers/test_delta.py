@@ -146,7 +146,8 @@ def test_a_document_does_not_see_the_one_before_wherever_it_ends_in_a_chunk():
         np.testing.assert_array_equal(a[:, end:], b[:, end:])
         rolled = np.roll(row, -end, axis=1)
         alone = whole(Context.whole(rolled, (np.arange(T) < T - end).astype(int)[None]))
-        np.testing.assert_allclose(a[:, end:], alone[:, : T - end], atol=2e-5)
+        # Other chunk borders, so other sums: as below, logits up to 4 and 1e-5 of them (jax 0.10.2 is 2.1e-5 apart in one of 2,048).
+        np.testing.assert_allclose(a[:, end:], alone[:, : T - end], atol=4e-5)
 
 
 def test_pieces_of_a_prompt_of_any_length_are_the_whole():

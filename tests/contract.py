@@ -322,7 +322,7 @@ def check_no_copy(s: Subject, length: int = 2048) -> None:
     decoder = model.unrolled()
     shapes = jax.tree.map(lambda box: box.value, declare(model), is_leaf=is_declared)
     params = jax.eval_shape(lambda p: decoder.prepare(unstack(model, p)), shapes)
-    for b, t in ((4, 1), (1, 4)):  # rows and tokens; of one of each a copy would be a copy of both
+    for b, t in ((1, 1), (4, 1), (1, 4)):
         cache = jax.eval_shape(lambda b=b: decoder.init_cache(b, length, "float32", draft=3))
         ctx = jax.eval_shape(lambda b=b, t=t: Context.step(np.zeros((b, t)), np.zeros(b), tentative=np.full(b, t - 1)))
         call = jax.jit(lambda p, ctx, c: decoder.apply({"params": p}, ctx, c), donate_argnums=2)

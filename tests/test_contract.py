@@ -16,17 +16,6 @@ TOYS = {
         "own/dense | 2* m/dense use/dense",
     ),
 }
-# Settings of another kind's code, checked closely by tests of their own: what costs most to compile is left to that kind.
-KIN = {
-    "mha": "gqa",
-    "mqa": "gqa",
-    "gated": "gqa",
-    "swa_sinks": "swa",
-    "swa_global": "swa",
-    "geglu": "swiglu",
-    "moe_sqrt_softplus": "moe_aux_free",
-}
-DEAR = [contract.check_bf16_gradients, contract.check_no_copy, contract.check_paged]
 AFTER = {"dsa_shared": "dsa"}  # mixers that take what another kind of layer before them gives
 CHECKS = [getattr(contract, name) for name in dir(contract) if name.startswith("check_")]
 STATELESS = [
@@ -57,13 +46,6 @@ CASES += [(name, check) for name in sorted(TOYS) for check in CHECKS]
 CASES += [
     (f"ffn/{name}", check) for name in options("ffn") for check in STATELESS
 ]  # an ffn has no cache to split or to roll back
-CASES = [(kind, check) for kind, check in CASES if check not in DEAR or kind.rpartition("/")[2] not in KIN]
-
-
-def test_kin_is_of_one_class():
-    for name, other in KIN.items():
-        group = "mixer" if name in options("mixer") else "ffn"
-        assert component(group, name).func is component(group, other).func
 
 
 @pytest.mark.parametrize(

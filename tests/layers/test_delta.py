@@ -138,7 +138,9 @@ def tokens(t=T, seed=1):
 def test_a_document_does_not_see_the_one_before_wherever_it_ends_in_a_chunk():
     _, whole, _ = hybrid()
     row = tokens()
-    for end in (5, 8):  # inside a chunk of 4 and at its edge
+    # At a border of chunks the document alone is cut into the same chunks, so only its sums' order within one operation may differ. Inside
+    # a chunk of 4 it is cut elsewhere, and its sums are others: logits up to 4.7, float32, 3.4e-5 at most over the borders 1 to 12.
+    for end, off in ((5, 4e-5), (8, 4e-6)):
         segments = np.where(np.arange(T) < end, 1, 2)[None]
         changed = row.copy()
         changed[0, end - 1] = (row[0, end - 1] + 1) % contract.VOCAB
@@ -146,8 +148,7 @@ def test_a_document_does_not_see_the_one_before_wherever_it_ends_in_a_chunk():
         np.testing.assert_array_equal(a[:, end:], b[:, end:])
         rolled = np.roll(row, -end, axis=1)
         alone = whole(Context.whole(rolled, (np.arange(T) < T - end).astype(int)[None]))
-        # Other chunk borders, so other sums: as below, logits up to 4 and 1e-5 of them (jax 0.10.2 is 2.1e-5 apart in one of 2,048).
-        np.testing.assert_allclose(a[:, end:], alone[:, : T - end], atol=4e-5)
+        np.testing.assert_allclose(a[:, end:], alone[:, : T - end], atol=off)
 
 
 def test_pieces_of_a_prompt_of_any_length_are_the_whole():

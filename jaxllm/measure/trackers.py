@@ -217,7 +217,7 @@ class Wandb:
         members: list[Tracker] = _local(run_dir)
         mode, reason = choose_mode(self.mode)
         if members and mode != "disabled":
-            identity = resume_id if resume_id and is_id(resume_id) else new_id()
+            identity = _identity(resume_id)
             words = describe_wandb(mode, reason, run_dir, self.project, identity)
             log(f"tracking: {words}")  # before the thread below exists: nothing has left the machine yet
             members.append(
@@ -251,7 +251,7 @@ class Trackio:
         log = log or _stderr
         members: list[Tracker] = _local(run_dir)
         if members:
-            identity = resume_id if resume_id and is_id(resume_id) else new_id()
+            identity = _identity(resume_id)
             tracker = TrackioTracker(dict(config or {}), identity, self.project, self.group)
             log(f"tracking: {tracker.describe()}")
             members.append(tracker)
@@ -274,6 +274,11 @@ def _local(run_dir: str | Path) -> list[Tracker]:
     import jax
 
     return [JsonlTracker(run_dir)] if jax.process_index() == 0 else []
+
+
+def _identity(resume_id: str | None) -> str:
+    """Of the run that goes on, or a new one: what stands in a checkpoint may be no id at all."""
+    return resume_id if resume_id and is_id(resume_id) else new_id()
 
 
 def _stderr(line: str) -> None:

@@ -84,7 +84,7 @@ def chunked_divergence(
     def part(w: Array, xs: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         hidden, frozen, weight = xs
         z = Head(hidden, w, student.softcap).logits(valid_vocab)
-        other = Head(frozen, teacher.w, teacher.softcap).logits(valid_vocab)
+        other = Head(frozen, lax.stop_gradient(teacher.w), teacher.softcap).logits(valid_vocab)
         far = divergence(z, other, temperature=temperature, direction=direction, top_k=top_k)
         same = jnp.argmax(z, axis=-1) == jnp.argmax(other, axis=-1)
         # A weight of 0 may sit where the models see padding: whatever they say there stays out of the sums.

@@ -183,7 +183,10 @@ def _teachers(
         if not isinstance(objective, Distill) or objective.teacher in found:
             continue
         key, path = f"objective.{name}.teacher={objective.teacher}", cfg.path(objective.teacher)
-        given = open_source(path, allow_targets=cfg.allow_targets, warn=io.log, mesh=mesh, rules=rules)
+        try:
+            given = open_source(path, allow_targets=cfg.allow_targets, warn=io.log, mesh=mesh, rules=rules)
+        except UserError as error:
+            raise UserError(f"{key}: {str(error).removeprefix(f'source={path}: ')}") from None
         if given.tokenizer is None:
             raise UserError(f"{key}: has no tokenizer, so it cannot be known to read the same tokens")
         tokenizer = tokenizer or given.tokenizer

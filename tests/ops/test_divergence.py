@@ -72,3 +72,5 @@ def test_chunks_from_hidden_states(chunk):
     clean = hidden.at[0, 3].set(0.0)
     got, want = (jax.grad(f, argnums=(0, 1))(clean, w) for f in (lambda h, w: chunked(h, w)[0], whole))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+    far_from = jax.grad(lambda y: chunked_divergence(Head(clean, w), y, weights, valid_vocab=7, chunk=chunk)[0])
+    assert not any(np.any(g) for g in far_from(Head(other, v)))  # a teacher learns nothing, be it the student itself

@@ -170,6 +170,10 @@ def test_a_finished_run_that_is_started_again_says_what_it_came_to(tmp_path):
         ("model.layers=2* global/dens", "role 'dens'"),
         ("train.accumulate=3", "accumulate"),
         ("mesh.axes.data=8", "batch"),
+        (
+            "+objective.kd={_target_: jaxllm.training.objectives.Distill, teacher: gone}",
+            "^objective.kd.teacher=gone: no such folder",
+        ),
     ],
 )
 def test_a_mistake_leaves_nothing_but_the_configuration(tmp_path, mistake, words):

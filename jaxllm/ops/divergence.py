@@ -84,7 +84,7 @@ def chunked_divergence(
     def part(w: Array, xs: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         hidden, frozen, weight = xs
         z = Head(hidden, w, student.softcap).logits(valid_vocab)
-        other = Head(frozen, lax.stop_gradient(teacher.w), teacher.softcap).logits(valid_vocab)
+        other = Head(frozen, teacher.w, teacher.softcap).logits(valid_vocab)
         far = divergence(z, other, temperature=temperature, direction=direction, top_k=top_k)
         same = jnp.argmax(z, axis=-1) == jnp.argmax(other, axis=-1)
         # A weight of 0 may sit where the models see padding: whatever they say there stays out of the sums.
@@ -94,7 +94,7 @@ def chunked_divergence(
         far, same = jax.checkpoint(part)(student.w, xs)
         return (sums[0] + far, sums[1] + same), None
 
-    xs = (cut(student.hidden), cut(lax.stop_gradient(teacher.hidden)), cut(weights.astype(jnp.float32)))
+    xs = (cut(student.hidden), cut(teacher.hidden), cut(weights.astype(jnp.float32)))
     zero = jnp.float32(0.0)
     (far, same), _ = lax.scan(body, (zero, zero), xs)
     return far, lax.stop_gradient(same)

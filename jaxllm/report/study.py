@@ -77,7 +77,7 @@ def beside(
     value: Callable[[Finished], float],
     reference: Callable[[Finished], float] | None = None,
 ) -> list[float]:
-    """`value` of each run less that of the base's run of the same seed: the seed's share cancels. `reference`: what is taken of the base."""
+    """`value` of each run less that of the base's run of the same seed, so that the seed's share cancels. reference: what of the base's."""
     measured = {run.seed: (reference or value)(run) for run in base}
     return [value(run) - measured[run.seed] for run in runs if run.seed in measured]
 

@@ -40,11 +40,13 @@ def matrices(declared: Any) -> Any:
 @dataclasses.dataclass(frozen=True)
 class Optimiser:
     """Base. lr: the peak learning rate. clip_norm: global norm of the gradient over trained parameters, null = no
-    clipping."""
+    clipping. master: keep float32 copies of trained parameters that are kept in fewer bits, and move those; without,
+    an update below half of a parameter's last bit is rounded away."""
 
     lr: float = 1e-3
     schedule: Schedule = Cosine(warmup_steps=100)
     clip_norm: float | None = 1.0
+    master: bool = True
 
     # Does a gradient of finite norm always give a finite update? Then the guard need not wait for the update's norm, and
     # the update can be fused into the parameters' one pass through memory (a third of the optimiser's time on CPU).

@@ -13,8 +13,8 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.layers.added import own
 from jaxllm.layers.base import Declared
-from jaxllm.layers.lora import own
 from jaxllm.mesh import Rules, param_shardings
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, init_params, is_declared, path_name
@@ -27,7 +27,8 @@ Tree = Any
 class TrainState:
     """All int32 scalars but the trees. `step`: batches consumed, the data position and the source of random keys.
     `updates`: optimiser updates made in this stage, what schedules see. `skipped`: steps whose loss was not finite.
-    `master`: float32 copies of trained parameters kept in fewer bits (None for the others). `key`: raw key data.
+    `master`: float32 copies of trained parameters kept in fewer bits (None for the others, and for all where the
+    optimiser keeps none). `key`: raw key data.
     `ema`: float32 running averages of trained parameters (None for the others, and all None where none are kept).
     """
 
@@ -130,26 +131,37 @@ def abstract_state(
 
 
 def stored(state: TrainState, model: LanguageModel, declared: Tree) -> TrainState:
-    """What of a state is written down: all of it, but of a model with adapters no parameter of its base."""
-    return state if model.lora is None else dataclasses.replace(state, params=pick(state.params, own(declared)))
+    """What of a state is written down: all of it, but of a model with adapters or a draft head no parameter of its base."""
+    return (
+        state
+        if model.lora is None and model.draft is None
+        else dataclasses.replace(state, params=pick(state.params, own(declared)))
+    )
 
 
 def fresh_moments(state: TrainState, tx: optax.GradientTransformation, mask: Tree) -> TrainState:
     """The same parameters with an optimiser that has seen nothing, in the same places."""
     places = jax.tree.map(lambda x: x.sharding, state.opt_state)
-    opt_state = jax.jit(lambda p: tx.init(pick(p, mask)), out_shardings=places)(fill(state.master, state.params))
+    start = jax.jit(lambda p: tx.init(_float32(pick(p, mask))), out_shardings=places)
+    opt_state = start(fill(state.master, state.params))
     return dataclasses.replace(state, opt_state=opt_state)
+
+
+def _float32(tree: Tree) -> Tree:
+    """Moments are made like what they are told of: in float32, whatever the parameters are kept in."""
+    return jax.tree.map(lambda p: p.astype(jnp.float32), tree)
 
 
 def _rest(declared: Tree, optimiser: Optimiser, seed: int, ema: bool) -> Callable[[Tree], TrainState]:
     tx, mask = optimiser.transform(declared), trained(declared)
+    kept = mask if optimiser.master else jax.tree.map(lambda _: False, mask)
 
     def build(params: Tree) -> TrainState:
         zero = jnp.int32(0)
-        master = make_master(params, mask)
-        moments = tx.init(pick(fill(master, params), mask))
+        master = make_master(params, kept)
+        moments = tx.init(_float32(pick(fill(master, params), mask)))
         # The parameters themselves are not returned: they exist already and would be copied.
-        averages = jax.tree.map(lambda p: p.astype(jnp.float32), pick(params, mask)) if ema else None
+        averages = _float32(pick(params, mask)) if ema else None
         return TrainState(None, moments, master, zero, zero, zero, key_data(seed), averages)
 
     return build

@@ -53,7 +53,8 @@ def make_train_step(
     are scalars (float32 unless counts): loss, grad_norm, param_norm, update_norm, lr, tokens (not padding),
     trained_tokens, finite, skipped, one entry an objective; and the layers' `metric/*`. watch: also
     `watch/grad_norm/<path>` and `watch/update_ratio/<path>`, the norm of a parameter's update over its own; one number a
-    repeat for scanned ones. ema: decay of the state's running averages, see `averages_of`.
+    repeat for scanned ones, and `moved_norm`, of what parameters (or their masters) really moved by, rounded to their bits. ema: decay
+    of the state's running averages, see `averages_of`.
     teachers: frozen models that objectives look at; their parameters are `frozen`, by the same names, and never part of the state.
     """
     declared = declare(model) if declared is None else declared
@@ -114,7 +115,7 @@ def make_train_step(
             scale = jnp.minimum(1.0, optimiser.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
             grads = jax.tree.map(lambda g: g * scale, grads)
         lr = optimiser.rate(state.updates, total_updates)
-        exact = fill(state.master, state.params)
+        exact = before = fill(state.master, state.params)
         part = pick(exact, trainable)
         # A frozen parameter has no gradient; the transformation sees zeros there and its verdict on it is dropped
         # below.
@@ -160,6 +161,7 @@ def make_train_step(
         }
         if watch:
             metrics |= by_parameter(declared, grads, updates, exact)
+            metrics["moved_norm"] = distance(pick(exact, moving), pick(before, moving))
         return new, {**report["shares"], **report["metrics"], **metrics}
 
     return step
@@ -191,6 +193,11 @@ def by_parameter(declared: Tree, grads: Tree, updates: Tree, params: Tree) -> Me
         if name in moved:
             out[f"watch/update_ratio/{name}"] = norm(name, moved[name]) / norm(name, values[name])
     return out
+
+
+def distance(new: Tree, old: Tree) -> jax.Array:
+    """Global 2-norm of the difference, taken in float32."""
+    return optax.tree.norm(jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), new, old))
 
 
 def split_rows(batch: Batch, parts: int) -> dict[str, jax.Array]:

@@ -147,6 +147,21 @@ def test_float32_masters_move_where_bfloat16_would_stand_still(tiny):
     assert jax.tree.leaves(plain.master) == []  # a float32 model pays nothing
 
 
+def test_without_masters_small_updates_are_lost_and_the_loss_of_them_is_seen(tiny):
+    model = tiny.model(param_dtype="bfloat16", dtype="bfloat16", layers="1* global/dense")
+    optimiser = tiny.optimiser(lr=1e-3, weight_decay=0.0, master=False)
+    state = new_state(model, optimiser, 0)
+    assert jax.tree.leaves(state.master) == []
+    assert {x.dtype for x in jax.tree.leaves(state.opt_state) if x.ndim} == {jnp.dtype("float32")}  # moments
+    state, metrics = tiny.run(model, [tiny.batch()] * 3, optimiser=optimiser, state=state, watch=True)
+    np.testing.assert_array_equal(state.params["final_norm"]["scale"], 1.0)  # 1e-3 is a quarter of its last bit
+    assert state.params["final_norm"]["scale"].dtype == jnp.bfloat16
+    for m in metrics:
+        assert m["moved_norm"] > 0 and abs(m["moved_norm"] / m["update_norm"] - 1) > 1e-3
+    _, (exact,) = tiny.run(tiny.model(layers="1* global/dense"), [tiny.batch()], optimiser=optimiser, watch=True)
+    np.testing.assert_allclose(exact["moved_norm"], exact["update_norm"], rtol=1e-3)
+
+
 def test_dropout_differs_by_step_and_micro_batch_and_repeats_on_resume(tiny):
     model = tiny.model(dropout=0.5, layers="1* global/dense")
     two, four = ({k: np.repeat(v[:1], n, axis=0) for k, v in tiny.batch().items()} for n in (2, 4))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ class SparseGQA(Choosing, GQA, kw_only=True):
     indexer.
     """
 
+    unrolls: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mask.span is not None or self.dilation > 1:
@@ -33,6 +35,10 @@ class SparseGQA(Choosing, GQA, kw_only=True):
                 "window, chunk, dilation: an indexer chooses among all keys; leave them out or take another mixer"
             )
         self.check_choice(0 if self.rope is None else self.rope.dim(self.key_dim))
+
+    @property
+    def reads_pages(self) -> bool:
+        return False
 
     @property
     def index_width(self) -> int:
@@ -128,7 +134,7 @@ class SparseGQA(Choosing, GQA, kw_only=True):
         b, t, h, k = i.query.shape
         g = self.kv_heads
         query = i.query.reshape(b, t, g, h // g, k).transpose(0, 2, 1, 3, 4).reshape(b * g, t, h // g, k)
-        sinks = None if i.sinks is None else jnp.tile(i.sinks.reshape(g, 1, h // g, 1), (b, 1, 1, 1))
+        sinks = None if i.sinks is None else jnp.tile(i.sinks.reshape(g, 1, 1, h // g), (b, 1, 1, 1))
         key, value = (x.reshape(b * g, *x.shape[-2:]) for x in (key, value))
         places = jnp.repeat(index, g, axis=0)
         out, mass = attend_gathered((query,), (key,), value, places, want_mass=want_mass, **self._scores(sinks))

@@ -7,7 +7,8 @@ common, and are always won by the earlier key, whatever the shape of the call. A
 and `EMPTY` in the other places.
 
 Long inputs never hold scores `[t, s]`: a block of queries meets keys a block at a time and keeps the best so far. The running best stand
-before the new block's scores and `top_k` prefers what stands first, so the result is that of one piece.
+before the new block's scores and `largest` prefers what stands first, so the result is that of one piece. It is ascending in place
+there, and best first where a few queries hold their scores of all keys: the order has no meaning.
 
 Shapes: `q [b t h k]`, `w [b t h]` fp32, `k [b s k]`, result int32 `[b t top_k]`. Query t sees key s where `s < reach[t]` and both are of
 the same document; where documents are not given, all keys are.
@@ -18,8 +19,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.cache import EMPTY
+from jaxllm.ops.selection import largest
 
-QUERIES = 256  # queries scored at a time
+QUERIES = 32  # queries scored at a time: their heads' scores of a block of keys stay in the caches of a CPU
 KEYS = 2048  # keys that they meet at a time
 DIRECT = 16  # so few queries hold their scores of the whole cache at once
 
@@ -27,11 +29,17 @@ Docs = tuple[Array, Array]  # document ids of queries [b t] and of keys [b s]; 0
 
 
 def index_scores(q: Array, w: Array, k: Array, scale: float) -> Array:
-    """fp32 `[b t s]`. Queries and heads form one axis of the product; the sum over heads is no product of its own."""
+    """fp32 `[b t s]`. Queries and heads form one axis of the product; the sum over heads is no product of its own.
+
+    Few queries on many keys, as in a decode step, are the columns of the product: as its rows they took a CPU five times as long.
+    """
     b, t, h, width = q.shape
-    dots = jnp.einsum("bmk,bsk->bms", q.reshape(b, t * h, width), k, preferred_element_type=jnp.float32)
-    dots = jax.nn.relu(dots.reshape(b, t, h, -1) * scale)
-    return jnp.sum(dots * w.astype(jnp.float32)[..., None], axis=2)
+    rows, w = q.reshape(b, t * h, width), w.astype(jnp.float32)
+    if t <= DIRECT:
+        dots = jnp.einsum("bsk,bmk->bsm", k, rows, preferred_element_type=jnp.float32).reshape(b, -1, t, h)
+        return jnp.swapaxes(jnp.sum(jax.nn.relu(dots * scale) * w[:, None], axis=-1), 1, 2)
+    dots = jnp.einsum("bmk,bsk->bms", rows, k, preferred_element_type=jnp.float32).reshape(b, t, h, -1)
+    return jnp.sum(jax.nn.relu(dots * scale) * w[..., None], axis=2)
 
 
 def reachable(reach: Array, s: int, docs: Docs | None, start: Array | int = 0) -> Array:
@@ -104,15 +112,15 @@ def _by_blocks(
             if docs is not None and docs_c is not None:
                 pair = (docs_c, lax.dynamic_slice_in_dim(docs[1], start, size, 1))
             seen = reachable(reach_c, size, pair, start) & (index >= i * size)
-            scores = _ranked(index_scores(q_c, w_c, lax.dynamic_slice_in_dim(k, start, size, 1), scale), seen)
-            values = jnp.concatenate([best[0], scores], axis=-1)
+            scores = index_scores(q_c, w_c, lax.dynamic_slice_in_dim(k, start, size, 1), scale)
+            values = jnp.concatenate([best[0], jnp.where(seen, scores, -jnp.inf)], axis=-1)
             places = jnp.concatenate([best[1], jnp.broadcast_to(index, scores.shape)], axis=-1)
-            values, at = lax.top_k(values, top_k)
-            return values, jnp.take_along_axis(places, at, axis=-1)
+            at = largest(values, top_k)
+            values = jnp.take_along_axis(values, at, axis=-1, mode="fill", fill_value=-jnp.inf)
+            return values, jnp.take_along_axis(places, at, axis=-1, mode="fill", fill_value=EMPTY)
 
         start = jnp.full((b, c, top_k), -jnp.inf), jnp.full((b, c, top_k), EMPTY, jnp.int32)
         count = (jnp.max(reach_c) + size - 1) // size
-        values, places = lax.fori_loop(0, jnp.minimum(count, -(-s // size)), meet, start)
-        return _chosen(values, places, top_k)
+        return lax.fori_loop(0, jnp.minimum(count, -(-s // size)), meet, start)[1]
 
     return jnp.moveaxis(lax.map(one, parts), 0, 1).reshape(b, -1, top_k)[:, :t]

@@ -36,7 +36,7 @@ def test_gathered_and_masked_are_attention_on_the_chosen_keys_with_their_gradien
 
     def gathered(q, k, v, size):
         parts = (q[..., :2], q[..., 2:]), (k[..., :2], k[..., 2:])
-        own = sinks.reshape(1, 1, H, 1)
+        own = sinks.reshape(1, 1, 1, H)
         return attend_gathered(*parts, v, index, sinks=own, want_mass=True, size=size, **options)
 
     def masked(q, k, v, causal):

@@ -76,9 +76,10 @@ class Block(nn.Module, kw_only=True):
         site = self.residual(site="mixer", name="residual_mixer")
         with jax.named_scope("mixer"):
             x = before(site.read(R), "norm_mixer")
-            view = cache.view(ctx) if isinstance(cache, Paged) else cache
-            y, view, shared, aux_mixer = self.mixer(name="mixer")(x, ctx, view, shared)
-            cache = cache.store(view, ctx) if isinstance(cache, Paged) else view
+            mixer = self.mixer(name="mixer")
+            viewed = isinstance(cache, Paged) and not mixer.reads_pages
+            y, new, shared, aux_mixer = mixer(x, ctx, cache.view(ctx) if viewed else cache, shared)
+            cache = cache.store(new, ctx) if viewed else new
             R = site.write(R, after(y, "norm_mixer_out"))
         site = self.residual(site="ffn", name="residual_ffn")
         with jax.named_scope("ffn"):

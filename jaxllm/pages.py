@@ -8,7 +8,9 @@ buffers) becomes a pool of states with one slot a row.
     view    leaf[b, .., n size / m, ..]: the row's pages side by side: an ordinary cache, which an ordinary mixer reads and writes
     store   the places of the call's tokens go back into their pages; states go back into their slots
 
-So paging is written once and a mixer knows nothing of it. Page 0 and slot 0 are dump space: padding points there.
+So paging is written once and a mixer need know nothing of it. One that says it `reads_pages` gets the pools instead of a view: it adds
+its tokens with `append` and attends where they lie (`jaxllm.ops.paged_attention`), so nothing is copied. Page 0 and slot 0 are dump
+space: padding points there.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from jax import Array
 
 from jaxllm.cache import RingCache
 from jaxllm.errors import UserError
+from jaxllm.ops.paged_attention import by_head, read_pages
 
 if TYPE_CHECKING:
     from jaxllm.layers.base import Context, Rows
@@ -32,10 +35,11 @@ PAGES = "pages"  # the one table of a row, in `Rows.tables`
 
 
 class Pages(NamedTuple):
-    """Sizes of the pools: `total` pages of `size` tokens, page 0 among them."""
+    """Sizes of the pools: `total` pages of `size` tokens, page 0 among them. kernel: what reads them where they lie."""
 
     total: int
     size: int
+    kernel: str = "auto"
 
 
 class Leaf(NamedTuple):
@@ -51,6 +55,7 @@ class Paged:
 
     pool: Any
     leaves: tuple[Leaf, ...] = struct.field(pytree_node=False)
+    kernel: str = struct.field(pytree_node=False, default="auto")
 
     def view(self, ctx: Context) -> Any:
         """The rows' caches, as the layer itself would make them."""
@@ -59,7 +64,7 @@ class Paged:
         table = rows.tables[PAGES]
         return self._each(
             lambda leaf, x: (
-                jnp.take(x, rows.slots, axis=0, mode="clip") if leaf.axis is None else _read(x, leaf, table)
+                jnp.take(x, rows.slots, axis=0, mode="clip") if leaf.axis is None else read_pages(x, table, leaf.axis)
             ),
             self.pool,
         )
@@ -76,6 +81,20 @@ class Paged:
             return _write(x, new, leaf, rows, t)
 
         return dataclasses.replace(self, pool=self._each(put, self.pool, cache))
+
+    def append(self, fresh: Any, ctx: Context) -> Paged:
+        """The pools with the call's tokens, in place when they are donated; for layers all of whose leaves hold a token at a place.
+
+        fresh: in the structure of the pool, leaves `[b, g.., t, ..]`.
+        """
+        rows = ctx.rows
+        assert rows is not None and all(leaf.axis is not None and leaf.tokens == 1 for leaf in self.leaves)
+
+        def put(leaf: Leaf, x: Array, new: Array) -> Array:
+            assert leaf.axis is not None
+            return _put(x, new, leaf.axis, rows.tables[PAGES], ctx.positions, ctx.segments > 0)
+
+        return dataclasses.replace(self, pool=self._each(put, self.pool, fresh))
 
     def copy(self, source: Array, target: Array, pages: bool = True) -> Paged:
         """Pages, or with pages=False states, `source [n]` copied over `target [n]`; 0 to 0 is no copy."""
@@ -114,7 +133,7 @@ def paged_of(make: Callable[[int, int], Any], slots: int, length: int, pages: Pa
         state if leaf.axis is None else page
         for leaf, state, page in zip(leaves, jax.tree.leaves(states), jax.tree.leaves(pool), strict=True)
     ]
-    return Paged(jax.tree.unflatten(jax.tree.structure(pool), mixed), leaves)
+    return Paged(jax.tree.unflatten(jax.tree.structure(pool), mixed), leaves, pages.kernel)
 
 
 def leaves_of(make: Callable[[int, int], Any], length: int) -> tuple[Leaf, ...]:
@@ -152,46 +171,34 @@ def _in_ring(tree: Any, path: Any) -> bool:
     return False
 
 
-def _flat(x: Array, axis: int) -> tuple[Array, int]:
-    """`[pages, g.., m, ..]` as `[pages g, m, ..]`, and the product of the axes g: a page of one head is one run of memory."""
-    heads = 1
-    for n in x.shape[1:axis]:
-        heads *= n
-    return x.reshape(x.shape[0] * heads, *x.shape[axis:]), heads
-
-
-def _read(x: Array, leaf: Leaf, table: Array) -> Array:
-    """`[b, g.., n m, ..]` of a pool `[pages, g.., m, ..]` and `table [b n]`."""
-    assert leaf.axis is not None
-    flat, heads = _flat(x, leaf.axis)
-    index = table[:, None, :] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :, None]
-    b, n = table.shape
-    return jnp.take(flat, index, axis=0, mode="clip").reshape(
-        b, *x.shape[1 : leaf.axis], n * x.shape[leaf.axis], *x.shape[leaf.axis + 1 :]
-    )
-
-
 def _write(x: Array, new: Array, leaf: Leaf, rows: Rows, t: int) -> Array:
     """The pool with the places of a call's t tokens, read from the rows' caches `new [b, g.., n m, ..]`.
 
-    Of places that stand for m tokens, those whose last token this call brought. The scatter carries one extra, dropped row: see
-    `jaxllm.cache.write`.
+    Of places that stand for m tokens, those whose last token this call brought.
     """
     assert leaf.axis is not None
     m, table = leaf.tokens, rows.tables[PAGES]
-    flat, heads = _flat(x, leaf.axis)
-    size = x.shape[leaf.axis]  # places of a page
     count = t if m == 1 else (t + m - 2) // m + 1
     place = rows.lengths[:, None] // m + jnp.arange(count, dtype=jnp.int32)  # [b c]
     done = (place + 1) * m <= (rows.lengths + rows.new)[:, None]
-    b = place.shape[0]
-    page = jnp.take_along_axis(table, jnp.minimum(place // size, table.shape[1] - 1), axis=1)
-    mine, _ = _flat(new, leaf.axis)  # [b g, n m, ..]
+    mine, heads = by_head(new, leaf.axis)  # [b g, n m, ..]
     index = jnp.repeat(jnp.minimum(place, mine.shape[1] - 1), heads, axis=0)
     fresh = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="clip"))(mine, index)  # [b g, c, ..]
+    return _put(x, fresh, leaf.axis, table, place, done)
+
+
+def _put(x: Array, fresh: Array, axis: int, table: Array, place: Array, valid: Array) -> Array:
+    """A pool with `fresh`, `[b, g.., c, ..]` or with b and g as one axis, at the rows' places `place [b c]` where `valid [b c]`.
+
+    The scatter carries one extra, dropped row: see `jaxllm.cache.write`.
+    """
+    flat, heads = by_head(x, axis)
+    size = x.shape[axis]  # places of a page
+    b, count = place.shape
+    page = jnp.take_along_axis(table, jnp.minimum(place // size, table.shape[1] - 1), axis=1)
     lane = (page[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :, None]).reshape(-1)
-    offset = jnp.repeat(jnp.where(done, place % size, size), heads, axis=0).reshape(-1)
-    fresh = fresh.reshape(b * heads * count, *fresh.shape[2:]).astype(x.dtype)
+    offset = jnp.repeat(jnp.where(valid, place % size, size), heads, axis=0).reshape(-1)
+    fresh = fresh.reshape(b * heads * count, *x.shape[axis + 1 :]).astype(x.dtype)
     lane = jnp.concatenate([lane, jnp.zeros(1, lane.dtype)])
     offset = jnp.concatenate([offset, jnp.full(1, size, offset.dtype)])
     fresh = jnp.concatenate([fresh, jnp.zeros_like(fresh[:1])])

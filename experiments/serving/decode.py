@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.backend import keep_freed_memory
 from jaxllm.inference.engine import Engine
 from jaxllm.inference.sampling import GREEDY, Sampling, Wishes
 from jaxllm.inference.settings import EngineSettings
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
+    keep_freed_memory()  # as the command line does
     model = smollm2(args.layers)
     params = init_params(model, jax.random.key(0))
     engines = {

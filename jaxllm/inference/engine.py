@@ -122,7 +122,7 @@ class Engine:
         decoder = model.unrolled()
         flat = unstack(model, params) if model.scan else dict(params)
         prepared = laid_out(jax.tree.map(jnp.asarray, decoder.prepare(flat)), settings.rows)
-        self.runner = Runner(decoder, prepared, self.sizes, self.vocab_size, settings.cache_dtype, log)
+        self.runner = Runner(decoder, prepared, self.sizes, self.vocab_size, settings.cache_dtype, settings.kernel, log)
         self.identity = Identity(name, weights, dtype=str(settings.cache_dtype or model.compute_dtype))
         self._arrange()
         self.steps = 0

@@ -83,6 +83,7 @@ class Runner:
 
     Args:
         model: unrolled. weights: prepared. vocab_size: ids at or above it are never drawn. dtype: of the cache; None = the model's.
+        kernel: what attends on pages.
         log: told of what is compiled after the warm-up, while requests wait for it.
     """
 
@@ -93,10 +94,11 @@ class Runner:
         sizes: Sizes,
         vocab_size: int,
         dtype: Any = None,
+        kernel: str = "auto",
         log: Callable[[str], None] | None = None,
     ):
         self.model, self.weights, self.sizes, self.vocab_size = model, weights, sizes, vocab_size
-        self.dtype = dtype
+        self.dtype, self.kernel = dtype, kernel
         self.traces = 0
         self._log, self._warm = log, False
         self.report: list[dict[str, Any]] = []  # of the warm-up: call, shape, seconds
@@ -111,7 +113,7 @@ class Runner:
     def reset(self) -> None:
         """Pools made anew: at the start, and after a step that failed, which has lost the old ones."""
         s = self.sizes
-        pages = None if s.contiguous else Pages(s.pages, s.page_size)
+        pages = None if s.contiguous else Pages(s.pages, s.page_size, self.kernel)
         slots = s.slots if s.contiguous else s.slots + 1
         self.cache: Any = None  # free the old ones first
         self.drawer: Any = None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxllm.errors import UserError
+from jaxllm.ops.paged_attention import check_kernel
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class EngineSettings:
     cache: "paged" = pools of pages that rows share; "contiguous" = each row has a cache of its own for the longest sequence: the plainest
     engine, and what to read first. rows: requests that run at once. max_len: tokens of the longest sequence, prompt and answer; null =
     the model's limit, or 2,048. page_size: tokens of a page. pages: of the pool; null = enough for every row at its longest.
-    cache_dtype: null = the model's.
+    cache_dtype: null = the model's. kernel: what attends on pages, by name (`jaxllm.ops.paged_attention`); auto = the fastest here.
 
     step_tokens: tokens that one step computes at most, decoding rows first; it must exceed rows. chunk: the longest piece of a prompt in
     one call. policy: "reserve" = a request starts when it is sure to end; "optimistic" = when its prompt fits, and the youngest is
@@ -77,6 +78,7 @@ class EngineSettings:
     page_size: int = 16
     pages: int | None = None
     cache_dtype: str | None = None
+    kernel: str = "auto"
     step_tokens: int = 512
     chunk: int = 256
     policy: str = "reserve"
@@ -94,6 +96,7 @@ class EngineSettings:
             raise UserError(f"server.cache: {self.cache!r} is not one of paged, contiguous")
         if self.policy not in ("reserve", "optimistic", "static"):
             raise UserError(f"server.policy: {self.policy!r} is not one of reserve, optimistic, static")
+        check_kernel(self.kernel)
         for name in ("rows", "page_size", "chunk", "queue", "max_len", "pages"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"server.{name}: {value} must be at least 1")

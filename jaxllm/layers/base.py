@@ -257,6 +257,11 @@ class Layer(nn.Module, kw_only=True):
     param_dtype: Any = jnp.float32
     norm_eps: float = 1e-6
 
+    @property
+    def reads_pages(self) -> bool:
+        """Whether the layer takes its pools as they are (`jaxllm.pages.Paged`), where it would else get a view of each row's cache."""
+        return False
+
     @nn.nowrap
     def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters for decoding (fused, absorbed or quantised), from one unstacked layer's parameters. Pure."""

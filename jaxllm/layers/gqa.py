@@ -20,9 +20,11 @@ from jaxllm.ops.blockwise_cache import Source, blockwise_sources
 from jaxllm.ops.kernels import attention, check_kernel
 from jaxllm.ops.linear import linear
 from jaxllm.ops.mask import Mask, visible
+from jaxllm.ops.paged_attention import PagedKV, paged_attention
 from jaxllm.ops.sparse_attention import chosen_mask
+from jaxllm.pages import PAGES, Paged
 
-Cache = KVCache | RingCache | IndexedCache  # the last: of layers built on this one
+Cache = KVCache | RingCache | Paged | IndexedCache  # the last: of layers built on this one
 QK_NORM_WEIGHTS = ("plain", "zero_centred", "none")
 
 
@@ -134,6 +136,10 @@ class GQA(Layer, kw_only=True):
         return Mask(window=self.window, chunk=self.chunk, dilation=self.dilation, global_tokens=self.global_tokens)
 
     @property
+    def reads_pages(self) -> bool:
+        return self.mask.span is None
+
+    @property
     def _held(self) -> int:
         """Tokens that a ring must hold to be complete."""
         return (self.mask.span or 0) + self.global_tokens
@@ -236,6 +242,8 @@ class GQA(Layer, kw_only=True):
             out = self._whole(inputs, ctx)
             if "attention" in ctx.capture:
                 aux["capture/attention"] = self._map(inputs, ctx)
+        elif isinstance(cache, Paged):
+            out, cache = self._on_pages(inputs, ctx, cache)
         else:
             assert not isinstance(cache, IndexedCache)
             out, cache = self._cached(*inputs[:4], ctx, cache)
@@ -251,6 +259,16 @@ class GQA(Layer, kw_only=True):
         """Whole sequences on themselves, `[b t h v]`."""
         scores, kernel = self._scores(i.sinks), self.kernel
         return attention(i.query, i.key, i.value, ctx.positions, ctx.segments, self.mask, kernel=kernel, **scores)
+
+    def _on_pages(self, i: Inputs, ctx: Context, cache: Paged) -> tuple[Array, Paged]:
+        """Write into the rows' pages, then attend where they lie."""
+        rows = ctx.rows
+        assert rows is not None
+        key, value = (x[:, :, 0] if self.kv_heads == 1 else x.transpose(0, 2, 1, 3) for x in (i.key, i.value))
+        cache = cache.append(KVCache(key, value), ctx)
+        pages, valid = PagedKV(cache.pool.k, cache.pool.v, rows.tables[PAGES]), ctx.segments > 0
+        scores = self._scores(i.sinks)
+        return paged_attention(i.query, pages, ctx.positions, valid, self.mask, kernel=cache.kernel, **scores), cache
 
     def _cached(
         self, query: Array, key: Array, value: Array, sinks: Array | None, ctx: Context, cache: KVCache | RingCache

@@ -56,7 +56,7 @@ def times(names: Sequence[str], scale: int) -> dict[str, dict[str, float]]:
     from jaxllm.compose import compose
 
     base = ["+experiment=attention_family", f"scale={scale}", "model.vocab_size=1024"]
-    made = {name: _programs(compose([*base, f"model=attention_family/{name}"])) for name in names}
+    made = {name: programs(compose([*base, f"model=attention_family/{name}"]), CONTEXT) for name in names}
     taken: dict[str, dict[str, list[float]]] = {name: {"step": [], "decode": []} for name in names}
     for _ in range(ROUNDS):
         for name, (step, decode, _) in made.items():
@@ -74,8 +74,8 @@ def times(names: Sequence[str], scale: int) -> dict[str, dict[str, float]]:
     return out
 
 
-def _programs(cfg: Any) -> tuple[Any, Any, dict[str, float]]:
-    """A train step and a decode step that run and wait, and the facts of the model."""
+def programs(cfg: Any, context: int) -> tuple[Any, Any, dict[str, float]]:
+    """A train step of 8 x 256 tokens and a decode step behind `context` that run and wait, and the facts of the model."""
     import jax
     import jax.numpy as jnp
 
@@ -94,7 +94,7 @@ def _programs(cfg: Any) -> tuple[Any, Any, dict[str, float]]:
     batch["positions"] = np.cumsum(ones, axis=1, dtype=np.int32) - 1
     decoder = model.unrolled()
     params = decoder.prepare(unstack(model, jax.tree.map(jnp.copy, state.params)))
-    held = {"train": state, "cache": decoder.init_cache(1, CONTEXT + 8)}
+    held = {"train": state, "cache": decoder.init_cache(1, context + 8)}
     size = cache_bytes(held["cache"])
     compiled, _ = compile_step(make_train_step(model, cfg.build("objective"), optimiser), state, batch)
 
@@ -103,10 +103,10 @@ def _programs(cfg: Any) -> tuple[Any, Any, dict[str, float]]:
         return decoder.apply({"params": params}, Context.step(tokens, jnp.zeros(1, jnp.int32)), cache)[0]
 
     def decode(params: Any, cache: Any, token: Any) -> tuple[Any, Any]:
-        cache, out = decoder.apply({"params": params}, Context.step(token, jnp.full(1, CONTEXT, jnp.int32)), cache)
+        cache, out = decoder.apply({"params": params}, Context.step(token, jnp.full(1, context, jnp.int32)), cache)
         return cache, jnp.argmax(out.logits[:, -1:], axis=-1).astype(jnp.int32)
 
-    held["cache"] = fill(params, held["cache"], jnp.asarray(rng.integers(0, 1024, (1, CONTEXT)), jnp.int32))
+    held["cache"] = fill(params, held["cache"], jnp.asarray(rng.integers(0, model.vocab_size, (1, context)), jnp.int32))
     held["token"] = jnp.zeros((1, 1), jnp.int32)
     one = jax.jit(decode, donate_argnums=1).lower(params, held["cache"], held["token"]).compile()
 

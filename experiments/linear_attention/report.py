@@ -73,7 +73,7 @@ def by_position(
     from jaxllm.tasks.source import open_source
     from jaxllm.tasks.train import Fixed
 
-    study, curves, length = other_study("long_positions"), {}, 0
+    study, curves, length = other_study("long_context"), {}, 0
     for name, group in runs.items():
         curves[name] = []
         for run in group:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -44,6 +46,16 @@ class Finished:
             raise UserError(f"{self.folder}: {key} is not known at step {step:g}; train longer or validate more often")
         (x0, y0), (x1, y1) = before[-1], after[0]
         return y0 if x1 == x0 else y0 + (y1 - y0) * (step - x0) / (x1 - x0)
+
+
+def other(file: str | Path, name: str) -> ModuleType:
+    """The report of the study `name`, whose folder lies beside that of `file`."""
+    path = Path(file).resolve().parents[1] / name / "report.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_report", path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def finished(sweeps: Iterable[Path]) -> list[Finished]:

@@ -1,10 +1,13 @@
-"""The position study on a toy: what it reads, how it stretches, what it writes."""
+"""The study of long context on a toy: what it reads, how it stretches, what is asked, what it writes."""
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,17 +18,26 @@ from jaxllm.layers.base import Context
 from jaxllm.tasks.source import build_model, pack_tokenizer
 from jaxllm.training.state import new_state
 
-FILE = Path(__file__).parents[2] / "experiments" / "long_positions" / "report.py"
-TINY = ["+experiment=long_positions", "data=synthetic", "data.task=copy", "data.length=70", "data.documents=16"]
-TINY += ["data.val_every=4", "model.layers=1* global/dense", "model.d_model=32", "model.ffns.dense.d_ff=32"]
+FILE = Path(__file__).parents[2] / "experiments" / "long_context" / "report.py"
+TINY = ["+experiment=long_context", "data=synthetic", "data.task=copy", "data.length=70", "data.documents=16"]
+TINY += [
+    "data.val_every=4",
+    "model.layers=local/dense | 1* global/dense",
+    "model.d_model=32",
+    "model.ffns.dense.d_ff=32",
+]
 TINY += ["model.mixers.global.rope.theta=100", "train.seq_len=32", "track=none", "mesh=single"]
 
 
 @pytest.fixture(scope="module")
 def study():
-    spec = importlib.util.spec_from_file_location("long_positions_report", FILE)
+    spec = importlib.util.spec_from_file_location("long_context_report", FILE)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(FILE.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(FILE.parent))
     return module
 
 
@@ -41,6 +53,7 @@ def sweep(tmp_path_factory):
     meta = {"config": cfg.to_yaml(), "tokenizer": pack_tokenizer(tokenizer)}
     checkpoints.save(1, new_state(model, cfg.build("optim"), 0), meta)
     checkpoints.close()
+    (run / "config.yaml").write_text(cfg.to_yaml())
     (run / "result.json").write_text("{}")
     return folder
 
@@ -69,19 +82,53 @@ def test_ranges_double_and_the_table_means_over_runs(study):
     assert lines[2] == "| none | 2.000 ± 1.414 | 2.500 ± 0.707 |"
 
 
-def test_the_study_reads_a_run_under_each_method(study, sweep, tmp_path):
-    said = []
-    text = study.report([sweep / "0"], tmp_path, 4, 3, lambda text, level="info": said.append(text))
+def test_the_study_reads_a_run_under_each_method_and_one_that_was_trained_on(study, sweep, tmp_path, capsys):
+    study.main([str(sweep), str(tmp_path), "--staged", str(sweep), "--times", "4", "--windows", "3"])
     facts = json.loads((tmp_path / "results.json").read_text())
-    assert facts["trained"] == 32 and facts["length"] == 128
-    assert set(facts["nats"]) == {*study.METHODS, "cut"}
+    assert facts["trained"] == 32 and facts["length"] == 128 and facts["needles"] == {}
+    assert set(facts["nats"]) == {*study.METHODS, "cut", "after_none"}
     curves = {name: np.array(runs[0]) for name, runs in facts["nats"].items()}
     assert all(c.shape == (study.BUCKETS,) and np.isfinite(c).all() for c in curves.values())
     for a, b in zip(study.METHODS, study.METHODS[1:], strict=False):
         assert np.abs(curves[a] - curves[b]).max() > 1e-5, f"{a} and {b} turn alike"
-    assert text == (tmp_path / "table.md").read_text() and "YaRN" in text
+    np.testing.assert_array_equal(curves["after_none"], curves["none"])  # the same run, as it is
+    text = (tmp_path / "table.md").read_text()
+    assert "YaRN" in text and "none, then the long stage" in text and not (tmp_path / "needles.md").exists()
     assert (tmp_path / "loss_by_position.png").read_bytes()[:4] == b"\x89PNG"
-    assert any("3 windows of 128 tokens" in line for line in said)
+    said = capsys.readouterr().out
+    assert text in said and "3 windows of 128 tokens" in said
+    with pytest.raises(SystemExit, match="no finished run"):
+        study.main([str(sweep), str(tmp_path), "--needles", str(tmp_path / "nothing")])
+
+
+def test_needles_are_where_they_are_said_to_be_and_found_by_one_who_knows(study):
+    recall = study.recall
+    tokenizer = compose(["+experiment=long_context_needles"]).build("data").tokenizer
+    asked = recall.needles(tokenizer, 3, 60, 5)
+    assert asked.tokens.shape == (5, 60) and asked.at.shape == asked.depth.shape == (5, 3)
+    for row, at, depth in zip(asked.tokens, asked.at, asked.depth, strict=True):
+        hay = list(row[1 : at[0] - 1])  # between the begin and the sign
+        for place, d in zip(at, depth, strict=True):
+            key, value = row[place], row[place + 1]
+            assert hay.count(key) == 1 and hay[hay.index(key) + 1] == value
+            assert d == hay.index(key) / len(hay)
+
+    class Knows:  # looks a key up in the haystack
+        def apply(self, _, ctx):
+            before = jnp.triu(
+                ctx.tokens[:, :, None] == ctx.tokens[:, None, :], 1
+            )  # [b s t]: an earlier s holds the token at t
+            value = jnp.take_along_axis(jnp.roll(ctx.tokens, -1, 1), jnp.argmax(before, axis=1), axis=1)
+            return None, SimpleNamespace(logits=jax.nn.one_hot(value, 300))
+
+    right = recall.found(Knows(), {}, asked)
+    assert right.shape == (5, 3) and right.all()
+    wrong = asked._replace(at=asked.at - 1)
+    assert not recall.found(Knows(), {}, wrong).all()
+    shares = recall.by_part(np.array([[True, False, True, True]]), np.array([[0.0, 0.24, 0.5, 1.0]]))
+    np.testing.assert_array_equal(shares, [0.5, np.nan, 1.0, 1.0])
+    table = study.needle_table({"yarn": [{"found": [1.0, 0.5], "parts": shares}]}, (32, 128)).splitlines()
+    assert table[2] == "| YaRN | 1 | 1.00 | 0.50 | 0.50 | nan | 1.00 | 1.00 |"
 
 
 def test_the_reader_gives_the_loss_of_each_token(study):

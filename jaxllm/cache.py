@@ -186,6 +186,27 @@ class CompressedCache:
     index: Array | None
 
 
+@struct.dataclass
+class UnrolledCache:
+    """What a draft layer remembers while it is trained unrolled over its own outputs (`jaxllm.ops.unroll`).
+
+    keys, values: one `[b t g k]`, `[b t g v]` a step, step 0 first. segments `[b t]`: the documents of step 0; None before it.
+    """
+
+    keys: tuple[Array, ...] = ()
+    values: tuple[Array, ...] = ()
+    segments: Array | None = None
+
+    @property
+    def steps(self) -> int:
+        return len(self.keys)
+
+    def add(self, key: Array, value: Array, segments: Array) -> "UnrolledCache":
+        """With the keys and values of one more step, whose queries lie in `segments`."""
+        first = segments if self.segments is None else self.segments
+        return UnrolledCache((*self.keys, key), (*self.values, value), first)
+
+
 def check_capacity(capacity: int, lengths: Any, new: Any) -> None:
     """Refuse, on the host, a call that would write past the end. `lengths` and `new` are integers or host arrays."""
     end = int((np.asarray(lengths) + np.asarray(new)).max())

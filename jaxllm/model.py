@@ -8,6 +8,7 @@ by `nn.scan` so that compile time does not grow with depth. *Unstacked* (decodin
 would copy each layer's weights and caches at every token. `jaxllm.params` holds the pure functions between them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from jax import Array
 
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Aux, Context, Cost, Normal, merged, named, param
+from jaxllm.layers.draft import NAME as DRAFT
+from jaxllm.layers.draft import Draft, after
 from jaxllm.layers.lora import LoRA
 from jaxllm.layers.mtp import MultiToken
 from jaxllm.layers.norm import RMSNorm
@@ -124,7 +127,9 @@ class LanguageModel(nn.Module, kw_only=True):
     `Block` (Gemma 2: both; OLMo 2: only post). logit_scale: factor on the logits before the softcap (Granite: 1 / logits_scaling).
     max_seq_len: the longest sequence allowed; null = `learned_positions`, or no limit. mtp: heads that predict further tokens
     (`jaxllm.layers.mtp`), run when `capture` asks for "mtp": `capture["mtp"] [depth, b, t, d]`, ready for the head. lora: low-rank
-    adapters on some matrices, all else frozen (`jaxllm.layers.lora`); their parameters are declared by `params.declare`.
+    adapters on some matrices, all else frozen (`jaxllm.layers.lora`); their parameters are declared by `params.declare`. draft: a head
+    that guesses what this model will say, all else frozen (`jaxllm.layers.draft`): `capture["draft"] [unroll, b, t, d]` of whole
+    sequences, ready for `draft_head_weight`; for decoding, `capture["features"] [b t d]` of any call, `draft_step`, `init_draft_cache`.
     """
 
     vocab_size: int
@@ -136,6 +141,7 @@ class LanguageModel(nn.Module, kw_only=True):
     norm: Callable[..., nn.Module] = RMSNorm
     mtp: Callable[..., MultiToken] | None = None
     lora: LoRA | None = None
+    draft: Callable[..., Draft] | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     embed_scale: float | None = None
@@ -177,7 +183,7 @@ class LanguageModel(nn.Module, kw_only=True):
         for kind, partials in (
             ("mixers", self.mixers),
             ("ffns", self.ffns),
-            ("", {"residual": self.residual, "norm": self.norm, "mtp": self.mtp}),
+            ("", {"residual": self.residual, "norm": self.norm, "mtp": self.mtp, "draft": self.draft}),
         ):
             for role, partial in partials.items():
                 if isinstance(
@@ -189,7 +195,19 @@ class LanguageModel(nn.Module, kw_only=True):
         self.residual_site("out").check(self.groups)
         if (heads := self.mtp_heads()) is not None:
             check_roles([Group(1, ((heads.mixer, heads.ffn),))], self.mixers, self.ffns, key="model.mtp")
+        self._check_draft()
         super().__post_init__()
+
+    @nn.nowrap
+    def _check_draft(self) -> None:
+        if self.draft is None:
+            return
+        if self.lora is not None:
+            raise UserError("model.draft: a draft head and adapters are not trained at once; merge the adapters first")
+        recipe: Any = self.draft
+        pair = (recipe.keywords.get("mixer", ""), recipe.keywords.get("ffn", ""))
+        check_roles([Group(1, (pair,))], self.mixers, self.ffns, key="model.draft")
+        self.draft_head()
 
     # ---- what the fields mean ------------------------------------------------------------------------------------------------------
 
@@ -259,16 +277,34 @@ class LanguageModel(nn.Module, kw_only=True):
         if self.mtp is None:
             return None
         supplied = {name: value for name, value in self._supplied().items() if name != "norm_eps"}
-
-        def block(**kw: Any) -> nn.Module:
-            policy = REMAT[self.remat]
-            made = self._block(heads.mixer, heads.ffn)
-            kind = Block if policy is None else nn.remat(Block, policy=policy)
-            return kind(**made.keywords | {"residual": functools.partial(Residual, **self._supplied())}, **kw)
-
-        supplied |= {"block": block, "norm_layer": self.norm_layer}
-        heads = self.mtp(**supplied, **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
+        supplied |= {"block": lambda **kw: self._own_block(heads.mixer, heads.ffn, **kw), "norm_layer": self.norm_layer}
+        heads: MultiToken = self.mtp(**supplied, **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
         return heads
+
+    @nn.nowrap
+    def draft_head(self, **kwargs: Any) -> Draft | None:
+        """The head that drafts for this model, if there is one; unbound unless `name` is given."""
+        if self.draft is None:
+            return None
+        recipe: Any = self.draft
+        supplied = {
+            **self._supplied(),
+            "num_layers": self.num_layers,
+            "block": lambda **kw: self._own_block(head.mixer, head.ffn, **kw),
+            "norm_layer": self.norm_layer,
+            "role": self.mixers[recipe.keywords["mixer"]],
+            "ffn_layer": lambda **kw: self.ffn(head.ffn, **kw),
+        }
+        head: Draft = recipe(**supplied, **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
+        return head
+
+    @nn.nowrap
+    def _own_block(self, mixer_role: str, ffn_role: str, **kwargs: Any) -> nn.Module:
+        """A block outside the groups: the plain residual scheme, and the model's remat."""
+        policy = REMAT[self.remat]
+        made = self._block(mixer_role, ffn_role)
+        kind = Block if policy is None else nn.remat(Block, policy=policy)
+        return kind(**made.keywords | {"residual": functools.partial(Residual, **self._supplied())}, **kwargs)
 
     @nn.nowrap
     def _block(self, mixer_role: str, ffn_role: str) -> functools.partial[Block]:
@@ -298,6 +334,7 @@ class LanguageModel(nn.Module, kw_only=True):
         self.final_norm = self.norm_layer(name="final_norm")
         self.residual_out = self.residual_site("out", name="residual_out")
         self.further = self.mtp_heads(name="mtp")
+        self.drafter = self.draft_head(name=DRAFT)
         self.periods = [self._periods(i) for i in range(len(self.groups))]
 
     @nn.nowrap
@@ -416,6 +453,10 @@ class LanguageModel(nn.Module, kw_only=True):
             raise UserError(
                 f"model.max_seq_len: a sequence of {ctx.tokens.shape[1]} is longer than {self.max_seq_len}; shorten it or raise the limit"
             )
+        asked = ctx
+        if self.drafter is not None and {"draft", "features"} & set(ctx.capture):
+            # A frozen trunk is met as it will be used: no dropout, nothing to balance.
+            ctx = dataclasses.replace(ctx, capture=(*ctx.capture, "stream"), train=False)
         x = self._embed(ctx)
         R = self.residual_out.start(shard(x, "batch", "length", "act_embed"))
         shared: Mapping[str, Array] = self._shared_start(ctx)
@@ -443,7 +484,37 @@ class LanguageModel(nn.Module, kw_only=True):
         capture = {k.removeprefix("capture/"): aux.pop(k) for k in list(aux) if k.startswith("capture/")}
         if streams:  # entry k is the stream after k blocks: 0 = embeddings, num_layers = before the final norm
             capture["stream"] = jnp.concatenate(streams)
+        if self.drafter is not None and ctx is not asked:
+            capture, more = self._drafts(capture, hidden, asked)
+            aux = merged({k: v for k, v in aux.items() if k.startswith("metric/")}, named(more, DRAFT))
         return (None if cache is None else new_cache), Out(None, hidden, capture, aux)
+
+    def _drafts(self, capture: dict[str, Array], hidden: Array, ctx: Context) -> tuple[dict[str, Array], Aux]:
+        """What the draft head makes of the streams: `features`, and on whole sequences `draft`, whichever was asked for."""
+        assert self.drafter is not None
+        g = self.drafter.fused(capture["stream"] if "stream" in ctx.capture else capture.pop("stream"), hidden)
+        aux: Aux = {}
+        if "features" in ctx.capture:
+            capture["features"] = g
+        if "draft" in ctx.capture and ctx.rows is None:
+            capture["draft"], aux = self.drafter(g, self._embed, ctx, self._shared_start(ctx))
+        return capture, aux
+
+    def draft_step(self, g: Array, ctx: Context, cache: Any) -> tuple[Any, Array, Array]:
+        """One call of the draft head with its own cache: (cache, logits `[b t padded_vocab]`, features `[b t d]` of its own).
+
+        g: features, of the trunk (`capture["features"]`) or of the last call. ctx: of the tokens *after* those that the features are of,
+        the first of them at position 0. Logits at i are of the token after `ctx.tokens[i]`; ids that cannot be drafted have -1e30.
+        """
+        assert self.drafter is not None, "the model has no draft head"
+        e = self._embed(after(ctx))
+        cache, own, normed, _ = self.drafter.step(g, e, ctx, cache, self._shared_start(ctx))
+        if self.drafter.vocab is None:
+            return cache, self.head(normed), own
+        w = self.drafter.head.astype(self.compute_dtype)
+        logits = self._capped(jnp.einsum("...d,dv->...v", normed, w, preferred_element_type=jnp.float32))
+        none = jnp.full((*logits.shape[:-1], self.padded_vocab), -1e30, self.logits_dtype)
+        return cache, none.at[..., self.drafter.ids].set(logits.astype(none.dtype)), own
 
     def declare_ends(self, ctx: Context) -> tuple[Any, Mapping[str, Array]]:
         """Meets every parameter outside the groups once, and gives what their first layer is called with: see `jaxllm.params.declare`."""
@@ -451,6 +522,9 @@ class LanguageModel(nn.Module, kw_only=True):
         hidden = self.final_norm(self.residual_out.finish(R))
         if self.further is not None:
             self.further(hidden, self._embed, ctx, shared)
+        if self.drafter is not None:
+            g = self.drafter.fused(jnp.broadcast_to(hidden, (self.num_layers + 1, *hidden.shape)), hidden)
+            self.drafter.step(g, hidden, ctx, None, shared)
         return R, shared
 
     def head(self, hidden: Array) -> Array:
@@ -464,11 +538,14 @@ class LanguageModel(nn.Module, kw_only=True):
             )
         if self.logit_scale is not None:
             logits = logits * self.logit_scale
-        if self.logit_softcap is not None:
-            logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
+        logits = self._capped(logits)
         if self.padded_vocab != self.vocab_size:
             logits = jnp.where(jnp.arange(self.padded_vocab) < self.vocab_size, logits, -1e30)
         return logits.astype(self.logits_dtype)
+
+    @nn.nowrap
+    def _capped(self, logits: Array) -> Array:
+        return logits if self.logit_softcap is None else self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
 
     def __call__(self, ctx: Context, cache: Any = None) -> tuple[Any, Out]:
         cache, out = self.backbone(ctx, cache)
@@ -486,6 +563,20 @@ class LanguageModel(nn.Module, kw_only=True):
         """The matrix `[d, padded_vocab]` of the head times `logit_scale`, for a loss that never holds all logits."""
         w = params["embed"].T if self.tie_embeddings else params["lm_head"]
         return w if self.logit_scale is None else w * jnp.asarray(self.logit_scale, w.dtype)
+
+    @nn.nowrap
+    def draft_head_weight(self, params: Mapping[str, Any]) -> Array:
+        """As `head_weight`, of the draft head: `[d, ids that it can draft]`, in the order of `params["draft"]["ids"]`; or the trunk's
+        own, which has no gradient then."""
+        own = params[DRAFT].get("head")
+        return jax.lax.stop_gradient(self.head_weight(params)) if own is None else own
+
+    @nn.nowrap
+    def init_draft_cache(self, batch: int, length: int, dtype: Any = None, *, draft: int = 0) -> Any:
+        """An empty cache of the draft head: see `Draft.init_cache`."""
+        head = self.draft_head()
+        assert head is not None, "the model has no draft head"
+        return head.init_cache(batch, length, self.compute_dtype if dtype is None else jnp.dtype(dtype), draft=draft)
 
     @nn.nowrap
     def init_cache(
@@ -535,6 +626,8 @@ class LanguageModel(nn.Module, kw_only=True):
                             block[name] = layer.prepare(block[name])
                     period[f"b{j}"] = block
                 out[f"g{i}_{n}"] = period
+        if (head := self.draft_head()) is not None and DRAFT in out:
+            out[DRAFT] = head.prepare(out[DRAFT])
         return out
 
     @nn.nowrap
@@ -557,4 +650,6 @@ class LanguageModel(nn.Module, kw_only=True):
             layers = (self.mixer(heads.mixer), self.ffn(heads.ffn))
             held = heads.depth * sum(layer.cost(1, 1, 1, dtype).params for layer in layers)
             total = total + Cost(params=held + heads.extra_params())
+        if (head := self.draft_head()) is not None:
+            total = total + Cost(params=head.cost(1, 1, 1, dtype).params)
         return total + self.residual_site("out").cost(batch, t, self.groups, dtype)

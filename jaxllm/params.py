@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxllm.layers.added import frozen
 from jaxllm.layers.base import Context, Declared
 from jaxllm.layers.lora import merge
 from jaxllm.mesh import Rules, param_shardings
@@ -49,6 +50,8 @@ def declare(model: LanguageModel) -> Params:
         else:
             params |= {f"g{i}_{n}": period for n in range(group.repeats)}
     params = jax.tree.map(lambda box: box, params, is_leaf=is_declared)
+    if model.draft is not None:
+        params = frozen(params)
     return params if model.lora is None else model.lora.declare(params)
 
 

@@ -6,7 +6,7 @@ A layer is a Linen dataclass, pure in and pure out. Its fields are its configura
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import flax.linen as nn
 import jax
@@ -252,15 +252,17 @@ def matrices_as(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
 class Layer(nn.Module, kw_only=True):
     """Base of mixers and ffns: the four fields that the model supplies, and the defaults of the optional methods."""
 
-    d_model: int
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
-    norm_eps: float = 1e-6
+    unrolls: ClassVar[bool] = False  # takes an `UnrolledCache`, as the layer of a draft head must
 
     @property
     def reads_pages(self) -> bool:
         """Whether the layer takes its pools as they are (`jaxllm.pages.Paged`), where it would else get a view of each row's cache."""
         return False
+
+    d_model: int
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    norm_eps: float = 1e-6
 
     @nn.nowrap
     def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ class DSA(Choosing, MLA, kw_only=True):
     Gathered, the absorbed form attends to latents as they are cached. Cache: MLA's, and `index_head_dim / index_pool` elements a token
     where the layer has an indexer.
     """
+
+    unrolls: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

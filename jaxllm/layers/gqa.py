@@ -1,14 +1,14 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) and its family; MHA and MQA are its two ends."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.cache import EMPTY, IndexedCache, KVCache, RingCache, write
+from jaxllm.cache import EMPTY, IndexedCache, KVCache, RingCache, UnrolledCache, write
 from jaxllm.errors import UserError
 from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, Normal, fan_in, matrices_as, param
 from jaxllm.layers.norm import RMSNorm
@@ -22,9 +22,10 @@ from jaxllm.ops.linear import linear
 from jaxllm.ops.mask import Mask, visible
 from jaxllm.ops.paged_attention import PagedKV, paged_attention
 from jaxllm.ops.sparse_attention import chosen_mask
+from jaxllm.ops.unroll import unrolled_attention
 from jaxllm.pages import PAGES, Paged
 
-Cache = KVCache | RingCache | Paged | IndexedCache  # the last: of layers built on this one
+Cache = KVCache | RingCache | Paged | UnrolledCache | IndexedCache  # the last: of layers built on this one
 QK_NORM_WEIGHTS = ("plain", "zero_centred", "none")
 
 
@@ -68,6 +69,8 @@ class GQA(Layer, kw_only=True):
 
     Cache: keys and values, `g (k + v)` elements a token; under a window or chunk a ring of its span.
     """
+
+    unrolls: ClassVar[bool] = True
 
     num_heads: int
     num_kv_heads: int | None = None
@@ -118,6 +121,11 @@ class GQA(Layer, kw_only=True):
         super().__post_init__()
 
     # ---- what the fields mean ------------------------------------------------------------------------------------
+
+    @property
+    def in_dim(self) -> int:
+        """Width of what is projected to queries, keys and values; a draft layer reads two halves of d_model at once."""
+        return self.d_model
 
     @property
     def kv_heads(self) -> int:
@@ -172,9 +180,7 @@ class GQA(Layer, kw_only=True):
 
         def one(name: str, heads: int, width: int, axis: str) -> Array:
             split = axis if heads > 1 else None
-            w = param(
-                self, f"{name}_proj", fan_in(self.d_model), (self.d_model, heads, width), ("embed", split, "head")
-            )
+            w = param(self, f"{name}_proj", fan_in(self.in_dim), (self.in_dim, heads, width), ("embed", split, "head"))
             y = linear(x, w.astype(self.dtype))
             if self.qkv_bias and name != "gate":
                 y = y + param(self, f"{name}_bias", Constant(0.0), (heads, width), (split, "head")).astype(self.dtype)
@@ -242,6 +248,8 @@ class GQA(Layer, kw_only=True):
             out = self._whole(inputs, ctx)
             if "attention" in ctx.capture:
                 aux["capture/attention"] = self._map(inputs, ctx)
+        elif isinstance(cache, UnrolledCache):
+            out, cache = self._unrolled(inputs, ctx, cache)
         elif isinstance(cache, Paged):
             out, cache = self._on_pages(inputs, ctx, cache)
         else:
@@ -259,6 +267,14 @@ class GQA(Layer, kw_only=True):
         """Whole sequences on themselves, `[b t h v]`."""
         scores, kernel = self._scores(i.sinks), self.kernel
         return attention(i.query, i.key, i.value, ctx.positions, ctx.segments, self.mask, kernel=kernel, **scores)
+
+    def _unrolled(self, i: Inputs, ctx: Context, cache: UnrolledCache) -> tuple[Array, UnrolledCache]:
+        """One more step of a draft layer's unroll; `ctx` is that of the tokens it reads."""
+        first, cache = ctx.positions - cache.steps, cache.add(i.key, i.value, ctx.segments)
+        if cache.steps == 1:
+            return self._whole(i, ctx), cache
+        held, scores = (cache.keys, cache.values), self._scores(i.sinks)
+        return unrolled_attention(i.query, *held, first, ctx.segments, cache.segments, self.mask, **scores), cache
 
     def _on_pages(self, i: Inputs, ctx: Context, cache: Paged) -> tuple[Array, Paged]:
         """Write into the rows' pages, then attend where they lie."""
@@ -325,7 +341,7 @@ class GQA(Layer, kw_only=True):
     def prepare(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Fuse all projections of x into one matrix `[d, n]`: decoding is bound by reading weights, and one dot reads faster than three."""
         params, names = matrices_as(params, self.dtype), list(self._widths)
-        fused = {"qkv_proj": jnp.concatenate([params[f"{n}_proj"].reshape(self.d_model, -1) for n in names], axis=1)}
+        fused = {"qkv_proj": jnp.concatenate([params[f"{n}_proj"].reshape(self.in_dim, -1) for n in names], axis=1)}
         if self.qkv_bias:
             biases = [params[f"{n}_bias"].reshape(-1) for n in names if n != "gate"]
             biases += [jnp.zeros(self.num_heads * self.val_dim, biases[0].dtype)] if self.gate else []
@@ -342,7 +358,7 @@ class GQA(Layer, kw_only=True):
         """
         d, h, g, k, v = self.d_model, self.num_heads, self.kv_heads, self.key_dim, self.val_dim
         size = jnp.dtype(dtype).itemsize
-        weights = d * sum(heads * width for heads, width, _ in self._widths.values()) + d * h * v
+        weights = self.in_dim * sum(heads * width for heads, width, _ in self._widths.values()) + d * h * v
         params = weights + (h if self.sinks else 0) + (d if self.out_bias else 0)
         params += (h * k + g * (k + v)) if self.qkv_bias else 0
         if self.qk_norm and self.qk_norm_weight != "none":

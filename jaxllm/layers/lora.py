@@ -99,34 +99,6 @@ def boxes_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, D
             yield f"{prefix}{key}", value
 
 
-def own(declared: Mapping[str, Any]) -> Tree:
-    """Tree of booleans: what is kept with the adapters, that is everything that is not the base's."""
-    return {
-        key: own(box) if isinstance(box, Mapping) else box.trainable or ADAPTER in key for key, box in declared.items()
-    }
-
-
-def without(params: Mapping[str, Any]) -> Tree:
-    """The tree of the base: no adapters."""
-    return {
-        key: without(value) if isinstance(value, Mapping) else value
-        for key, value in params.items()
-        if ADAPTER not in key
-    }
-
-
-def adapters(declared: Mapping[str, Any]) -> Tree:
-    """The adapters alone."""
-    out: Tree = {}
-    for key, box in declared.items():
-        if isinstance(box, Mapping):
-            if below := adapters(box):
-                out[key] = below
-        elif ADAPTER in key:
-            out[key] = box
-    return out
-
-
 def merge(params: Mapping[str, Any], declared: Mapping[str, Any]) -> Tree:
     """Parameters with their adapters added in, each in its own dtype; numpy stays numpy. declared: of the model without adapters."""
     out: Tree = {}

@@ -1,14 +1,14 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), its NoPE form (Kimi Linear) and its gated form (Kimi K3)."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.cache import IndexedCache, LatentCache, write
+from jaxllm.cache import IndexedCache, LatentCache, UnrolledCache, write
 from jaxllm.errors import UserError
 from jaxllm.layers.base import RESIDUAL_SCALE, Aux, Constant, Context, Cost, Layer, fan_in, param
 from jaxllm.layers.norm import RMSNorm
@@ -20,8 +20,9 @@ from jaxllm.ops.latent import absorbed_is_cheaper, attend_latents
 from jaxllm.ops.linear import linear
 from jaxllm.ops.mask import CAUSAL, visible
 from jaxllm.ops.sparse_attention import chosen_mask
+from jaxllm.ops.unroll import unrolled_attention
 
-Cache = LatentCache | IndexedCache  # the last: of layers built on this one
+Cache = LatentCache | UnrolledCache | IndexedCache  # the last: of layers built on this one
 
 
 class Inputs(NamedTuple):
@@ -58,6 +59,8 @@ class MLA(Layer, kw_only=True):
     Whole sequences run expanded; calls with a cache absorb W_kb and W_vb into the queries' side where that is cheaper
     (`jaxllm.ops.latent`). Cache: `r + o` elements a token.
     """
+
+    unrolls: ClassVar[bool] = True
 
     num_heads: int
     q_lora_rank: int | None = None
@@ -213,6 +216,8 @@ class MLA(Layer, kw_only=True):
             out = self._expanded(inputs, ctx)
             if "attention" in ctx.capture:
                 aux["capture/attention"] = self._map(inputs, ctx)
+        elif isinstance(cache, UnrolledCache):
+            out, cache = self._unrolled(inputs, ctx, cache)
         else:
             assert isinstance(cache, LatentCache)
             cache = self._written(inputs, ctx, cache)
@@ -238,6 +243,15 @@ class MLA(Layer, kw_only=True):
         query, key, value = self._keys_values(i)
         scale, kernel = self.score_scale, self.kernel
         return attention(query, key, value, ctx.positions, ctx.segments, CAUSAL, scale=scale, kernel=kernel)
+
+    def _unrolled(self, i: Inputs, ctx: Context, cache: UnrolledCache) -> tuple[Array, UnrolledCache]:
+        """One more step of a draft layer's unroll, expanded; `ctx` is that of the tokens it reads."""
+        query, key, value = self._keys_values(i)
+        first, cache = ctx.positions - cache.steps, cache.add(key, value, ctx.segments)
+        if cache.steps == 1:
+            return self._expanded(i, ctx), cache
+        held, scale = (cache.keys, cache.values), self.score_scale
+        return unrolled_attention(query, *held, first, ctx.segments, cache.segments, CAUSAL, scale=scale), cache
 
     def _written(self, i: Inputs, ctx: Context, cache: LatentCache) -> LatentCache:
         """The cache with this call's tokens in it: written first, then read, so that a token sees itself."""

@@ -33,7 +33,7 @@ def within(segments: Array, k: int) -> Array:
 
 
 class Module(nn.Module, kw_only=True):
-    """One module: the join of both halves (chained), the block, the norm before the head. Returns the block's stream and its norm."""
+    """One module: the join of both halves (chained), the block, the norm before the head. Returns stream, its norm, cache, aux."""
 
     d_model: int
     param_dtype: Any
@@ -42,15 +42,15 @@ class Module(nn.Module, kw_only=True):
 
     @nn.compact
     def __call__(
-        self, h: Array, e: Array | None, ctx: Context, shared: Mapping[str, Array]
-    ) -> tuple[Array, Array, Aux]:
+        self, h: Array, e: Array | None, ctx: Context, shared: Mapping[str, Array], cache: Any = None
+    ) -> tuple[Array, Array, Any, Aux]:
         if e is not None:
             d = self.d_model
             halves = jnp.stack([self.norm_layer(name="enorm")(e), self.norm_layer(name="hnorm")(h)])
             w = param(self, "eh_proj", fan_in(2 * d), (2, d, d), (None, "embed", "latent"))
             h = jnp.einsum("nbtd,nde->bte", halves, w.astype(h.dtype))
-        h, _, _, aux = self.block(name="block")(h, ctx, None, shared)
-        return h, self.norm_layer(name="norm")(h), named(aux, "block")
+        h, cache, _, aux = self.block(name="block")(h, ctx, cache, shared)
+        return h, self.norm_layer(name="norm")(h), cache, named(aux, "block")
 
 
 class MultiToken(nn.Module, kw_only=True):
@@ -105,7 +105,7 @@ class ChainedMTP(MultiToken, kw_only=True):
         aux: Aux = {}
         for k in range(1, self.depth + 1):
             seen = self.context(ctx, k)
-            stream, normed, more = self._module(k)(h, embed(seen), seen, shared)
+            stream, normed, _, more = self._module(k)(h, embed(seen), seen, shared)
             h = normed if self.hidden == "post_norm" else stream
             heads.append(normed)
             aux = merged(aux, named(more, f"d{k}"))
@@ -129,7 +129,7 @@ class ParallelMTP(MultiToken, kw_only=True):
         heads = []
         aux: Aux = {}
         for k in range(1, self.depth + 1):
-            _, normed, more = self._module(k)(trunk, None, ctx, shared)
+            _, normed, _, more = self._module(k)(trunk, None, ctx, shared)
             heads.append(normed)
             aux = merged(aux, named(more, f"d{k}"))
         return jnp.stack(heads), aux

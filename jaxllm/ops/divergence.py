@@ -7,6 +7,8 @@ d/dz_S = tau (q - p) for the forward one. With `top_k`, both are summed up to k 
 any other; the divergence is then a lower bound of the whole, exact in what it keeps, and no probability is renormalised away.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ from jax import Array, lax
 from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
 
 Direction = Literal["forward", "reverse"]
+DraftLoss = Literal["cross_entropy", "acceptance"]
 NOT_AN_ID = -1e30  # a logit that no softmax counts and whose products with 0 are 0
 
 
@@ -58,6 +61,18 @@ def _with_rest(log_p: Array, ids: Array) -> Array:
     return jnp.concatenate([kept, jax.nn.logsumexp(others, axis=-1, keepdims=True)], axis=-1)
 
 
+def draft_loss(draft: Array, trunk: Array, kind: DraftLoss = "cross_entropy") -> Array:
+    """What a draft q of a trunk's distribution p loses, per token `[..]`, from float32 logits `[.. v]`. The trunk has no gradient.
+
+    cross_entropy: `-sum_v p log q`. acceptance: `-log sum_v min(p, q)`, of the probability that a draft of q is kept (the LK objective,
+    arXiv 2602.23881).
+    """
+    log_q, p = jax.nn.log_softmax(draft), jax.nn.softmax(lax.stop_gradient(trunk))
+    if kind == "cross_entropy":
+        return -jnp.sum(p * log_q, axis=-1)
+    return -jnp.log(jnp.maximum(jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1), jnp.finfo(jnp.float32).tiny))
+
+
 def chunked_divergence(
     student: Head,
     teacher: Head,
@@ -69,7 +84,21 @@ def chunked_divergence(
     top_k: int | None = None,
     chunk: int = DEFAULT_CHUNK,
 ) -> tuple[Array, Array]:
-    """Sums over tokens, each times its weight `[b t]`: of the divergence, and of the tokens whose likeliest id is the teacher's.
+    """Sums over tokens, each times its weight `[b t]`: of `divergence`, and of the tokens whose likeliest id is the teacher's."""
+    far = functools.partial(divergence, temperature=temperature, direction=direction, top_k=top_k)
+    return chunked_pairs(student, teacher, weights, far, valid_vocab=valid_vocab, chunk=chunk)
+
+
+def chunked_pairs(
+    student: Head,
+    teacher: Head,
+    weights: Array,
+    far: Callable[[Array, Array], Array],
+    *,
+    valid_vocab: int,
+    chunk: int = DEFAULT_CHUNK,
+) -> tuple[Array, Array]:
+    """Sums over tokens, each times its weight `[b t]`: of `far(z_student, z_teacher)`, and of the tokens whose likeliest id is the same.
 
     About `chunk` tokens' logits of both models live at a time; the backward pass makes them again.
     """
@@ -85,16 +114,16 @@ def chunked_divergence(
         hidden, frozen, weight = xs
         z = Head(hidden, w, student.softcap).logits(valid_vocab)
         other = Head(frozen, teacher.w, teacher.softcap).logits(valid_vocab)
-        far = divergence(z, other, temperature=temperature, direction=direction, top_k=top_k)
+        apart = far(z, other)
         same = jnp.argmax(z, axis=-1) == jnp.argmax(other, axis=-1)
         # A weight of 0 may sit where the models see padding: whatever they say there stays out of the sums.
-        return jnp.sum(jnp.where(weight != 0, weight * far, 0.0)), jnp.sum(weight * same)
+        return jnp.sum(jnp.where(weight != 0, weight * apart, 0.0)), jnp.sum(weight * same)
 
     def body(sums: tuple[Array, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
-        far, same = jax.checkpoint(part)(student.w, xs)
-        return (sums[0] + far, sums[1] + same), None
+        apart, same = jax.checkpoint(part)(student.w, xs)
+        return (sums[0] + apart, sums[1] + same), None
 
     xs = (cut(student.hidden), cut(teacher.hidden), cut(weights.astype(jnp.float32)))
     zero = jnp.float32(0.0)
-    (far, same), _ = lax.scan(body, (zero, zero), xs)
-    return far, lax.stop_gradient(same)
+    (apart, same), _ = lax.scan(body, (zero, zero), xs)
+    return apart, lax.stop_gradient(same)

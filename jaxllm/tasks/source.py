@@ -22,6 +22,7 @@ from jaxllm.checkpoint import Checkpoints, read_meta
 from jaxllm.config import Config, set_key
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.errors import UserError
+from jaxllm.layers.added import without
 from jaxllm.mesh import Rules
 from jaxllm.model import LanguageModel
 from jaxllm.params import declare, is_declared, path_name, plain
@@ -64,7 +65,7 @@ def open_source(
 ) -> Source:
     """Open a run folder (its newest whole checkpoint), its `checkpoints` folder, one checkpoint, a Hugging Face folder or a GGUF file.
 
-    A checkpoint of adapters comes merged with its base, as a model like any other.
+    A checkpoint of adapters comes merged with its base, as a model like any other; one of a draft head together with its trunk.
 
     Args:
         overrides: dotted keys of the saved configuration to set anew (`{"model.logit_softcap": 30.0}`). One that
@@ -86,7 +87,7 @@ def open_source(
             raise UserError(f"checkpoint {folder.name} holds no configuration")
         config = staged(Config.from_yaml(text, overrides, allow_targets), step, overrides or {})
         model = build_model(config, tokenizer)
-        if model.lora is not None:
+        if (model.lora is not None or model.draft is not None) and "embed" not in params:
             params = add_base(model, params, meta.get("base"), allow_targets, warn)
         _check_shapes(model, params)
         if model.lora is not None:
@@ -116,20 +117,27 @@ def add_base(
     allow_targets: tuple[str, ...],
     warn: Callable[[str], None] | None,
 ) -> dict[str, Any]:
-    """A checkpoint of adapters and the parameters of the base that it names, in one tree. checksum: of the base it was trained on."""
-    assert model.lora is not None
-    if model.lora.base is None or not Path(model.lora.base).exists():
+    """A checkpoint of adapters or of a draft head and the parameters of the model that it names, in one tree. checksum: of that model."""
+    what, key, path = named_base(model)
+    if path is None or not Path(path).exists():
         raise UserError(
-            f"model.lora.base={model.lora.base}: these adapters need the model they were trained on and it is not there;"
-            " say where it is with model.lora.base=PATH"
+            f"{key}={path}: {what} need the model they were trained on and it is not there; say where it is with {key}=PATH"
         )
-    base = open_source(model.lora.base, allow_targets=allow_targets, warn=warn)
-    _check_shapes(model.clone(lora=None), base.params)
-    if checksum is not None and checksum != checksum_of(base.params):
-        raise UserError(
-            f"model.lora.base={model.lora.base}: holds other parameters than these adapters were trained on"
-        )
-    return overlay(base.params, params)
+    base = open_source(path, allow_targets=allow_targets, warn=warn)
+    under = without(base.params)
+    _check_shapes(model.clone(lora=None, draft=None), under)
+    if checksum is not None and checksum != checksum_of(under):
+        raise UserError(f"{key}={path}: holds other parameters than {what} were trained on")
+    return overlay(under, params)
+
+
+def named_base(model: LanguageModel) -> tuple[str, str, str | None]:
+    """(what was added, the key that names the model it was added to, and that name) of a model with adapters or a draft head."""
+    if model.lora is not None:
+        return "these adapters", "model.lora.base", model.lora.base
+    head = model.draft_head()
+    assert head is not None
+    return "the weights of this draft head", "model.draft.trunk", head.trunk
 
 
 def overlay(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

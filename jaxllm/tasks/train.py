@@ -23,11 +23,13 @@ from jaxllm.config import CONF, Config
 from jaxllm.data.checks import Log
 from jaxllm.data.corpus import Corpus, Source
 from jaxllm.data.loader import Loader
+from jaxllm.data.store import TokenStore
 from jaxllm.data.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from jaxllm.errors import UserError
 from jaxllm.folder import CONFIG, write_text
 from jaxllm.inference.generate import Generator, sample_text
-from jaxllm.layers.lora import adapters, without
+from jaxllm.layers.added import additions, without
+from jaxllm.layers.draft import NAME as DRAFT
 from jaxllm.measure import plots
 from jaxllm.measure.chips import peak_flops
 from jaxllm.measure.environment import environment
@@ -39,6 +41,7 @@ from jaxllm.params import declare, init_params, is_declared, plain
 from jaxllm.targets import is_node
 from jaxllm.tasks import TaskIO
 from jaxllm.tasks.source import add_base, build_model, checksum_of, open_source, overlay, pack_tokenizer
+from jaxllm.training.drafts import begin_draft, check_objectives
 from jaxllm.training.loop import Data, Loop, Outside, Result
 from jaxllm.training.objectives import Distill, Objective
 from jaxllm.training.settings import TrainSettings
@@ -46,6 +49,8 @@ from jaxllm.training.stages import Stage, plan
 from jaxllm.training.state import TrainState, abstract_state, leaves_by_path, new_state, stored, trained
 
 CHECKPOINTS, TOKENIZER, SAMPLES = "checkpoints", "tokenizer", "samples.jsonl"
+# What can be added to a model that is there: the field that names that model, and the choices in conf/.
+ADDED = {"lora": ("base", ("attention", "all")), "draft": ("trunk", ("eagle3", "module"))}
 
 
 def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
@@ -68,13 +73,14 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     corpus = _corpus(cfg, io, io.run_dir, tokenizer)
     model = build_model(cfg, corpus.tokenizer)
     declared = declare(model)
+    check_objectives(model, objectives)
     stages = plan(settings, entries, model, optimiser, objectives, schedules, declared)
     for stage in stages:
         check_batch(stage.batch_size // stage.accumulate, stage.seq_len, mesh, place.rules)
     data = _Opener(cfg, io, corpus, cfg.seed, settings)
 
     checkpoints = Checkpoints(io.run_dir / CHECKPOINTS, settings.keep_last, settings.keep_best, warn=io.log)
-    state, before = _state(cfg, io, model, optimiser, checkpoints, mesh, place.rules, declared, params)
+    state, before = _state(cfg, io, model, optimiser, checkpoints, mesh, place.rules, declared, params, corpus.train)
     del params  # the state's are the only ones from here on
     if jax.process_index() == 0 and not (io.run_dir / TOKENIZER).is_dir():  # the first trace: mistakes above leave none
         corpus.tokenizer.save(io.run_dir / TOKENIZER)
@@ -134,16 +140,14 @@ def _given(
     cfg: Config, io: TaskIO, mesh: Any, rules: Any
 ) -> tuple[Config, Tokenizer | None, dict[str, Any] | None, str | None]:
     """(configuration, tokenizer, parameters, their checksum) to start from. With `source=`, its model takes the place of the one
-    composed here; the checksum is of the base of adapters.
+    composed here; the checksum is of the model that adapters or a draft head are added to.
 
-    A run that goes on has all it needs in its own folder, and the source may be gone; but adapters need their base.
+    A run that goes on has all it needs in its own folder, and the source may be gone; but what was added to a model needs that model.
     """
-    lora = cfg.get("model.lora")
+    added = {name: cfg.get(f"model.{name}") for name in ADDED if cfg.get(f"model.{name}") is not None}
     if cfg.source is None or io.run_dir is None:
-        if lora is not None:
-            raise UserError(
-                "model.lora: adapters are for a model that is there; give source=<run folder or checkpoint>"
-            )
+        for name in added:
+            raise UserError(f"model.{name}: is for a model that is there; give source=<run folder or checkpoint>")
         return cfg, None, None, None
     typed = {key: value for key, value in cfg.explicit.items() if key.startswith("model.")}
     step = Checkpoints(io.run_dir / CHECKPOINTS).latest() if io.resume else None
@@ -152,22 +156,28 @@ def _given(
         meta = read_meta(io.run_dir / CHECKPOINTS / str(step))
         node = Config.from_yaml(meta["config"], typed, cfg.allow_targets)["model"]
         tokenizer, params = load_tokenizer(io.run_dir / TOKENIZER), None
-        if node.get("lora") is not None:
+        if any(node.get(name) is not None for name in ADDED):
             checksum = meta.get("base")
             model = build_model(cfg.replace({"model": node}), tokenizer)
             params = add_base(model, {}, checksum, cfg.allow_targets, io.log)
     else:
         path = cfg.path(cfg.source)
-        rest = {key: value for key, value in typed.items() if key.split(".")[1] != "lora"}
+        rest = {key: value for key, value in typed.items() if key.split(".")[1] not in ADDED}
         given = open_source(path, overrides=rest, allow_targets=cfg.allow_targets, warn=io.log, mesh=mesh, rules=rules)
         if given.tokenizer is None:
             raise UserError(f"source={cfg.source}: has no tokenizer, so text cannot be read in its tokens")
         io.log(f"source: training starts from {given.folder}, with its model and tokenizer")
         node, tokenizer, params = given.config["model"], given.tokenizer, given.params
-        if lora is not None and "_target_" not in lora:
-            raise UserError("model.lora: choose adapters by +lora@model.lora=attention or +lora@model.lora=all")
-        if lora is not None:
-            node, checksum = node | {"lora": lora | {"base": str(given.folder)}}, checksum_of(params)
+        for name, value in added.items():
+            key, choices = ADDED[name]
+            if "_target_" not in value:
+                raise UserError(
+                    f"model.{name}: choose it by {' or '.join(f'+{name}@model.{name}={c}' for c in choices)}"
+                )
+            params = without(params)
+            node, checksum = node | {name: value | {key: str(given.folder)}}, checksum_of(params)
+        if not added and node.get("draft") is not None:  # a head that is there goes on, beside the trunk that it names
+            checksum = given.meta.get("base") or checksum_of(without(params))
     cfg = cfg.replace({"model": node})
     if jax.process_index() == 0:
         write_text(io.run_dir / CONFIG, cfg.to_yaml())
@@ -270,8 +280,10 @@ def _state(
     rules: Any,
     declared: Mapping[str, Any],
     params: Mapping[str, Any] | None = None,
+    text: TokenStore | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """A new state (of `params` where given), or that of the newest whole checkpoint, and what was written beside it."""
+    """A new state (of `params` where given; `text` is what a draft head's ids are chosen by), or that of the newest whole checkpoint, and
+    what was written beside it."""
     ema = cfg.section("train").ema is not None
     abstract = abstract_state(model, optimiser, mesh=mesh, rules=rules, declared=declared, ema=ema)
     check_room(
@@ -281,17 +293,21 @@ def _state(
         "split them over more devices (mesh.axes.fsdp) or make the model smaller",
     )
     if params is not None:
-        theirs = without(declared)
-        params = _placed(params, without(abstract.params), param_shardings(theirs, mesh, rules))
+        theirs = declared if DRAFT in params else without(declared)
+        wanted = jax.tree.map(lambda box: box.value, theirs, is_leaf=is_declared)
+        params = _placed(params, wanted, param_shardings(theirs, mesh, rules))
     if io.resume and checkpoints.latest() is not None:
         state, meta, step = checkpoints.restore(stored(abstract, model, declared), warn=io.log)
         io.log(f"resume: from step {step}")
         return (state if params is None else dataclasses.replace(state, params=_completed(state.params, params))), meta
     if io.resume:
         io.log("resume: no checkpoint was saved yet, so the run starts at step 0")
-    if params is not None and model.lora is not None:
+    new = additions(declared)
+    if params is not None and new and DRAFT not in params:
         key = jax.random.key(cfg.seed, impl="threefry2x32")
-        params = overlay(params, init_params(model, key, mesh=mesh, rules=rules, declared=adapters(declared)))
+        params = overlay(params, init_params(model, key, mesh=mesh, rules=rules, declared=new))
+        if model.draft is not None:
+            params = begin_draft(model, params, text)
     places = {"mesh": mesh, "rules": rules, "declared": declared}
     return new_state(model, optimiser, cfg.seed, params=params, ema=ema, **places), {}
 

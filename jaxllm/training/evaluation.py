@@ -15,13 +15,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.layers.base import Context
+from jaxllm.layers.draft import NAME as DRAFT
 from jaxllm.layers.mtp import ahead
 from jaxllm.measure.watch import Recompiled
 from jaxllm.mesh import Rules
 from jaxllm.model import LanguageModel, Out
-from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
+from jaxllm.ops.cross_entropy import DEFAULT_CHUNK, chunked_cross_entropy
 from jaxllm.training.feed import place
-from jaxllm.training.losses import backbone, bits_per_byte, labels_ahead, next_token, perplexity, top_tokens
+from jaxllm.training.losses import backbone, bits_per_byte, labels_ahead, next_token, perplexity, top_of, top_tokens
 
 FIRST_RANGE = 16  # positions 0 to 15 are the first range; each further one is as long as all before it
 
@@ -29,7 +30,8 @@ FIRST_RANGE = 16  # positions 0 to 15 are the first range; each further one is a
 class Evaluator:
     """Compiled once a model; `evaluate(params, batches)` then gives `{loss, bpb, perplexity, accuracy, tokens}`, and of each MTP module
     `mtp_<k>/{loss, agreement, accepted}`: how often it chooses what the trunk chooses k positions later with the true tokens before it, and
-    how often it and all modules before it do, which is what greedy drafts of k tokens come to.
+    how often it and all modules before it do, which is what greedy drafts of k tokens come to. `draft_<k>` is the same of step k of a draft
+    head's unroll, its loss that of the text's own tokens among the ids that it can draft.
 
     token_bytes: UTF-8 bytes of each id, int32 `[vocab]`, 0 for specials: the loss of a document's end counts, its zero
     bytes do not. None: no bits per byte. log: told when a batch of another shape makes it compile again. positions: also `by_position`, the
@@ -54,7 +56,7 @@ class Evaluator:
             widths = widths.at[: len(token_bytes)].set(jnp.asarray(token_bytes, jnp.int32))
 
         def sums(params: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            capture = () if model.mtp is None else ("mtp",)
+            capture = tuple(name for name, there in (("mtp", model.mtp), ("draft", model.draft)) if there is not None)
             ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"], capture=capture)
             out = backbone(model, params, ctx)
             _, stats = next_token(model, params, out.hidden, batch, chunk=DEFAULT_CHUNK * shards)
@@ -71,20 +73,40 @@ class Evaluator:
         def drafted(params: Mapping[str, Any], out: Out, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             """Sums of each MTP module."""
             found: dict[str, jax.Array] = {}
-            heads = out.capture.get("mtp", ())
-            if not len(heads):
+            if not capture_of(out):
                 return found
             trunk = top_tokens(model, params, out.hidden, DEFAULT_CHUNK * shards)
-            accepted = jnp.ones(batch["tokens"].shape, bool)
-            for k, head in enumerate(heads, 1):
-                labels = labels_ahead(batch, k)
-                _, stats = next_token(model, params, head, labels, chunk=DEFAULT_CHUNK * shards)
-                agree = top_tokens(model, params, head, DEFAULT_CHUNK * shards) == ahead(trunk, k)
-                accepted = accepted & agree
-                found |= {f"mtp_{k}/nll": stats.nll, f"mtp_{k}/weight": jnp.sum(labels["weights"])}
-                found |= {f"mtp_{k}/agreement": jnp.sum(agree * labels["weights"])}
-                found |= {f"mtp_{k}/accepted": jnp.sum(accepted * labels["weights"])}
+            for kind, heads in capture_of(out).items():
+                accepted = jnp.ones(batch["tokens"].shape, bool)
+                for k, head in enumerate(heads, 1):
+                    labels = labels_ahead(batch, k)
+                    nll, said = judged(kind, params, head, labels)
+                    agree = said == ahead(trunk, k)
+                    accepted = accepted & agree
+                    found |= {f"{kind}_{k}/nll": nll, f"{kind}_{k}/weight": jnp.sum(labels["weights"])}
+                    found |= {f"{kind}_{k}/agreement": jnp.sum(agree * labels["weights"])}
+                    found |= {f"{kind}_{k}/accepted": jnp.sum(accepted * labels["weights"])}
             return found
+
+        def capture_of(out: Out) -> dict[str, jax.Array]:
+            return {kind: out.capture[kind] for kind in ("mtp", "draft") if kind in out.capture}
+
+        def judged(
+            kind: str, params: Mapping[str, Any], head: jax.Array, labels: Mapping[str, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            """The loss of a head's hidden states, summed, and the ids it would choose `[b t]`."""
+            chunk = DEFAULT_CHUNK * shards
+            ids = params[DRAFT].get("ids") if kind == "draft" else None
+            if ids is None:
+                _, stats = next_token(model, params, head, labels, chunk=chunk)
+                return stats.nll, top_tokens(model, params, head, chunk)
+            w = model.draft_head_weight(params)
+            place = jnp.minimum(jnp.searchsorted(ids, labels["labels"]), len(ids) - 1)
+            weights = jnp.where(ids[place] == labels["labels"], labels["weights"], 0.0)
+            softcap = model.logit_softcap
+            w, options = w.astype(head.dtype), {"softcap": softcap, "chunk": chunk}
+            _, stats = chunked_cross_entropy(head, w, place, weights, valid_vocab=len(ids), **options)
+            return stats.nll, ids[top_of(head, w, chunk)]
 
         self._sums: Callable[..., dict[str, jax.Array]] = jax.jit(sums)
         if log is not None:
@@ -149,7 +171,8 @@ def _of_positions(total: Mapping[str, Any]) -> dict[str, Any]:
 def _of_modules(total: Mapping[str, float]) -> dict[str, float]:
     """Means over the tokens that a module is judged by; nan where there is none."""
     found = {}
-    for stem in [key.removesuffix("weight") for key in total if key.startswith("mtp_") and key.endswith("/weight")]:
+    stems = [key.removesuffix("weight") for key in total if key.endswith("/weight")]
+    for stem in [stem for stem in stems if stem.startswith(("mtp_", "draft_"))]:
         for name, key in {"loss": "nll", "agreement": "agreement", "accepted": "accepted"}.items():
             count = total[f"{stem}weight"]
             found[stem + name] = total[stem + key] / count if count else math.nan

@@ -9,7 +9,7 @@ by a count that spans the whole step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -83,14 +83,26 @@ def top_tokens(
     model: LanguageModel, params: Mapping[str, Any], hidden: jax.Array, chunk: int = DEFAULT_CHUNK
 ) -> jax.Array:
     """The likeliest next token of each position, int32 `[b t]`, from hidden states `[b t d]`; logits of about `chunk` tokens at a time."""
+
+    def logits(h: jax.Array) -> Any:
+        return model.apply({"params": params}, h, method="head")
+
+    return _best(hidden, logits, chunk)
+
+
+def top_of(hidden: jax.Array, w: jax.Array, chunk: int = DEFAULT_CHUNK) -> jax.Array:
+    """The same for a head `[d v]` of its own."""
+    return _best(hidden, lambda h: jnp.einsum("btd,dv->btv", h, w, preferred_element_type=jnp.float32), chunk)
+
+
+def _best(hidden: jax.Array, logits: Callable[[jax.Array], jax.Array], chunk: int) -> jax.Array:
     b, t, d = hidden.shape
     count = -(-t // max(1, chunk // b))
     width = -(-t // count)
     cut = jnp.pad(hidden, ((0, 0), (0, count * width - t), (0, 0))).reshape(b, count, width, d)
 
     def best(h: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, h, method="head")
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jnp.argmax(logits(h), axis=-1).astype(jnp.int32)
 
     return jnp.moveaxis(jax.lax.map(best, jnp.moveaxis(cut, 1, 0)), 0, 1).reshape(b, -1)[:, :t]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -21,10 +22,23 @@ import jax.numpy as jnp
 
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
+from jaxllm.layers.draft import NAME as DRAFT
+from jaxllm.layers.mtp import ahead
+from jaxllm.mesh import shard
 from jaxllm.model import LanguageModel, Out
 from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
-from jaxllm.ops.divergence import Direction, Head, chunked_divergence
-from jaxllm.training.losses import Batch, backbone, head, labels_ahead, mean, next_token, trained_tokens, valid_tokens
+from jaxllm.ops.divergence import Direction, DraftLoss, Head, chunked_divergence, chunked_pairs, draft_loss
+from jaxllm.training.losses import (
+    Batch,
+    backbone,
+    head,
+    labels_ahead,
+    mean,
+    next_token,
+    top_tokens,
+    trained_tokens,
+    valid_tokens,
+)
 from jaxllm.training.schedules import Schedule
 
 Params = Mapping[str, Any]
@@ -60,11 +74,11 @@ class Objective:
         return weight if self.schedule is None else weight * self.schedule.factor(count, total)
 
     def count(self, batch: Batch) -> jax.Array:
-        """The denominator: additive over rows, known before the forward pass."""
+        """The denominator, a scalar or one a part `[n]`: additive over rows, known before the forward pass."""
         raise NotImplementedError
 
     def __call__(self, forward: Forward) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The sum to be divided by `count`, and further sums (logged divided by the same)."""
+        """The sum to be divided by `count` (of parts: each by its own, then added), and further sums (logged divided by the same)."""
         raise NotImplementedError
 
 
@@ -182,6 +196,67 @@ class Distill(Objective):
 
 
 @dataclasses.dataclass(frozen=True)
+class Draft(Objective):
+    """What the model's draft head (`jaxllm.layers.draft`) loses against the frozen trunk at each step of its unroll (arXiv 2503.01840):
+
+        sum_j decay^j mean_i loss(p_{i+j+1}, q^j_i),    p: what the trunk says after the token that step j read at i
+
+    steps: as many as `model.draft.unroll`. loss: see `draft_loss`. Where the head has a vocabulary of its own, p is that of the trunk among
+    those ids, and a position whose likeliest id is not one of them counts in the mean with a loss of 0. Metrics `loss` and `agreement` (the
+    likeliest id is the trunk's) have one value a step.
+    """
+
+    steps: int = 7
+    decay: float = 0.8
+    loss: DraftLoss = "cross_entropy"
+    chunk: int = DEFAULT_CHUNK
+
+    capture: ClassVar[tuple[str, ...]] = ("draft",)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.chunk < 1 or not 0 < self.decay <= 1:
+            raise UserError(
+                f"steps: {self.steps} and chunk: {self.chunk} must be at least 1, decay: {self.decay} in (0, 1]"
+            )
+        if self.loss not in ("cross_entropy", "acceptance"):
+            raise UserError(f"loss: {self.loss!r} is not cross_entropy or acceptance")
+
+    def count(self, batch: Batch) -> jax.Array:
+        return jnp.stack([trained_tokens(labels_ahead(batch, j + 1)) for j in range(self.steps)])
+
+    def __call__(self, forward: Forward) -> tuple[jax.Array, dict[str, jax.Array]]:
+        drafts = forward.out.capture["draft"]
+        losses, same = draft_sums(forward, drafts, self.loss, self.chunk * forward.shards)
+        decay = jnp.float32(self.decay) ** jnp.arange(self.steps)
+        return decay * losses, {"loss": losses, "agreement": same}
+
+
+def draft_sums(forward: Forward, drafts: jax.Array, loss: DraftLoss, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Sums over positions at each step of `drafts [steps b t d]`, `[steps]`: of the loss, and of those that agree with the trunk."""
+    model, params, batch = forward.model, forward.params, forward.batch
+    w = shard(model.draft_head_weight(params).astype(drafts.dtype), None, "act_vocab")
+    trunk, ids, drafted = head(model, params, forward.out.hidden), params[DRAFT].get("ids"), None
+    if ids is not None:
+        trunk = shard(jnp.take(trunk, ids, axis=1), None, "act_vocab")
+        drafted = jnp.isin(top_tokens(model, params, forward.out.hidden, chunk), ids)
+    losses, same = [], []
+    for j, hidden in enumerate(drafts):
+        weights = labels_ahead(batch, j + 1)["weights"]
+        weights = weights if drafted is None else weights * ahead(drafted, j + 1)
+        apart, agree = chunked_pairs(
+            Head(hidden, w, model.logit_softcap),
+            Head(ahead(forward.out.hidden, j + 1), trunk, model.logit_softcap),
+            weights,
+            functools.partial(draft_loss, kind=loss),
+            valid_vocab=model.vocab_size if ids is None else len(ids),
+            chunk=chunk,
+        )
+        losses.append(apart)
+        same.append(agree)
+    return jnp.stack(losses), jnp.stack(same)
+
+
+@dataclasses.dataclass(frozen=True)
 class Aux(Objective):
     """The model's own `loss/<name>`, a sum over valid tokens and layers, per valid token. `weight=0` switches it
     off."""
@@ -233,7 +308,7 @@ def total_loss(
     for name, objective in with_unclaimed(objectives, forward.out).items():
         kind = "valid" if isinstance(objective, Aux) and name not in denominators else name
         total, sums = objective(forward)
-        term = mean(total, denominators[kind])
+        term = jnp.sum(mean(total, denominators[kind]))
         loss = loss + weights.get(name, jnp.float32(objective.weight)) * term
         shares[name] = term
         shares.update({f"{name}/{key}": mean(value, denominators[kind]) for key, value in sums.items()})

@@ -538,7 +538,9 @@ def sizes_of(model: LanguageModel, s: EngineSettings) -> Sizes:
     most = -(-length // s.page_size)
     pages = s.pages or s.rows * most
     rows = tuple(s.row_buckets or powers(1, s.rows))
-    widths = tuple(s.width_buckets or powers(min(8, most), most, 4))
+    # Who reads pages in place looks at no more of a table than its rows have: one width serves them all.
+    in_place = s.kernel != "naive" and all(model.mixer(role).reads_pages for g in model.groups for role, _ in g.period)
+    widths = tuple(s.width_buckets or ((most,) if in_place else powers(min(8, most), most, 4)))
     if rows[-1] < s.rows:
         raise UserError(f"server.row_buckets: {list(rows)} has no place for rows={s.rows}")
     if widths[-1] < most:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.errors import UserError
-from jaxllm.ops.attention import attend_cache, per_group
+from jaxllm.ops.attention import LOWEST, attend_cache, per_group, per_head
 from jaxllm.ops.blockwise import State, online_finish, online_start, online_step, query_blocks, tokens_of
 from jaxllm.ops.mask import Mask
 from jaxllm.ops.paged_pallas import lacks, paged_decode
@@ -104,7 +104,8 @@ def paged_attention(
     return attend(q, pages, positions, valid, mask, **scores)
 
 
-FEW = 16  # new tokens a row up to which the kernel is meant: one block of queries meets all keys
+FEW = 16  # new tokens a row up to which the kernel is meant, and scores of all keys are kept
+MOST_SCORES = 2**24
 
 
 def paged_naive(
@@ -140,12 +141,18 @@ def paged_blocks(
     sinks: Array | None = None,
     block: int = BLOCK,
 ) -> Array:
-    """Online softmax over blocks of about `block` keys. Pages behind the last query of all rows are not read, however wide the table."""
+    """About `block` keys at a time. Pages behind the last query of all rows are not read, however wide the table.
+
+    A few queries first score all keys, then sum all values: two short loops, of which each only gathers and multiplies. Many queries
+    (or a table so wide that their scores would fill memory) keep running sums instead.
+    """
     b, t = positions.shape
     g, size = pages.heads, pages.size
     each = max(1, min(block // size, pages.table.shape[1]))  # pages of a block
     width = each * size
     table = jnp.pad(pages.table, ((0, 0), (0, -pages.table.shape[1] % each)))  # behind every query, so never seen
+    if t <= FEW and b * t * q.shape[2] * table.shape[1] * size <= MOST_SCORES:
+        return _two_passes(q, pages._replace(table=table), positions, valid, mask, each, scale, softcap, sinks)
     c = min(block, t)
     extra = -t % c
     groups = query_blocks(q, g, c, extra)
@@ -172,3 +179,54 @@ def paged_blocks(
     parts = groups, of(positions), of(valid)
     out = one(jax.tree.map(lambda x: x[0], parts))[None] if groups.shape[0] == 1 else lax.map(one, parts)
     return tokens_of(out, t)
+
+
+def _two_passes(
+    q: Array,
+    pages: PagedKV,
+    positions: Array,
+    valid: Array,
+    mask: Mask,
+    each: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None,
+) -> Array:
+    """By `each` pages, which divide the table."""
+    b, t, h, _ = q.shape
+    g, width, v = pages.heads, each * pages.size, pages.v.shape[-1]
+    keys = pages.table.shape[1] * pages.size
+    rows = q.reshape(b, t, g, h // g, -1).transpose(0, 2, 3, 1, 4)  # [b g r t k]
+    flat = rows.reshape(b, g, -1, q.shape[-1])
+    last = jnp.max(jnp.where(valid, positions, -1)) + 1
+    count = (last + width - 1) // width
+
+    def block(x: Array, i: Any) -> Array:
+        some = lax.dynamic_slice_in_dim(pages.table, i * each, each, 1)
+        return read_pages(x, some, x.ndim - 2).astype(q.dtype)
+
+    def score(i: Any, scores: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(
+            scores, per_head("nk,sk->ns", flat, block(pages.k, i)), i * width, axis=3
+        )
+
+    scores = lax.fori_loop(0, count, score, jnp.zeros((b, g, flat.shape[2], keys), jnp.float32))
+    scores = scores.reshape(*rows.shape[:4], keys) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    seen = mask.sees(positions[:, :, None], jnp.arange(keys, dtype=jnp.int32)) & valid[:, :, None]
+    scores = jnp.where(seen[:, None, None], scores, 10 * LOWEST)
+    start = per_group(sinks, g)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST if start is None else start)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if start is None else total + jnp.exp(start - top)
+    weights = weights.reshape(b, g, -1, keys).astype(q.dtype)
+
+    def add(i: Any, out: Array) -> Array:
+        part = lax.dynamic_slice_in_dim(weights, i * width, width, axis=3)
+        return out + per_head("ns,sv->nv", part, block(pages.v, i))
+
+    out = lax.fori_loop(0, count, add, jnp.zeros((b, g, flat.shape[2], v), jnp.float32))
+    out = out.reshape(*rows.shape[:4], v) / jnp.where(total > 0, total, 1.0)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, v).astype(q.dtype)

@@ -103,6 +103,8 @@ def toy(command: Command, arguments: list[str]) -> list[str]:
             small["mesh"] = "single"
         if not command.env and not any(key.startswith("track") for key in keys):
             small["track"] = "none"
+        if "draft@model.draft" in keys:
+            small["model.draft.unroll"] = "2"
         more |= {key: value for key, value in small.items() if key not in keys}
     if task == "generate":
         more = {"max_new_tokens": "4"}

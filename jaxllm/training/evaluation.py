@@ -104,8 +104,10 @@ class Evaluator:
             place = jnp.minimum(jnp.searchsorted(ids, labels["labels"]), len(ids) - 1)
             weights = jnp.where(ids[place] == labels["labels"], labels["weights"], 0.0)
             softcap = model.logit_softcap
-            w, options = w.astype(head.dtype), {"softcap": softcap, "chunk": chunk}
-            _, stats = chunked_cross_entropy(head, w, place, weights, valid_vocab=len(ids), **options)
+            w = w.astype(head.dtype)
+            _, stats = chunked_cross_entropy(
+                head, w, place, weights, valid_vocab=len(ids), softcap=softcap, chunk=chunk
+            )
             return stats.nll, ids[top_of(head, w, chunk)]
 
         self._sums: Callable[..., dict[str, jax.Array]] = jax.jit(sums)

@@ -285,7 +285,7 @@ class Loop:
             return
         self._settle(stage, state)
         self.clock.pause()
-        score = evaluate(state).get("loss") if due["eval"] else None
+        score = judged(evaluate(state)) if due["eval"] else None
         if due["save"]:
             self._save(state, done, score)
         if due["sample"] and self.outside.sample is not None:
@@ -401,6 +401,11 @@ class _Ended(Exception):
     def __init__(self, error: UserError):
         super().__init__(str(error))
         self.error = error
+
+
+def judged(val: Mapping[str, float]) -> float | None:
+    """What the best checkpoint is chosen by: of a draft head its own loss, since its trunk's never changes."""
+    return val.get("draft_1/loss", val.get("loss"))
 
 
 def _due(step: int, every: int) -> bool:

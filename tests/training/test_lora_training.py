@@ -115,11 +115,11 @@ def test_adapters_resume_exactly(done):
 
 def test_adapters_need_the_base_they_were_trained_on(done, tmp_path):
     folder, *_ = done
-    with pytest.raises(UserError, match="adapters are for a model that is there; give source="):
+    with pytest.raises(UserError, match="model.lora: is for a model that is there; give source="):
         run(tmp_path / "a", *LORA)
     with pytest.raises(UserError, match="say where it is with model.lora.base=PATH"):
         open_source(folder / "tuned", overrides={"model.lora.base": str(tmp_path / "nowhere")})
     with pytest.raises(UserError, match="holds other parameters than these adapters were trained on"):
         open_source(folder / "tuned", overrides={"model.lora.base": str(folder / "whole")})
-    with pytest.raises(UserError, match="choose adapters by .lora@model.lora=attention"):
+    with pytest.raises(UserError, match="choose it by .lora@model.lora=attention"):
         run(tmp_path / "b", f"source={folder / 'base'}", *SMALL, "model.lora.rank=2")

@@ -31,7 +31,7 @@ def sweeps(study, tmp_path_factory):
             run.mkdir(parents=True)
             (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(cfg.to_yaml()) | {"seed": seed}))
             (run / "result.json").write_text(json.dumps({"val_loss": 4 - 0.1 * number + seed}))
-            row = {"step": 300} | ({"val/mtp_1/agreement": 0.25} if experiment != "fast_recipe" else {})
+            row = {"step": 250} | ({"val/mtp_1/agreement": 0.25} if experiment != "fast_recipe" else {})
             (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     return folder
 
@@ -67,18 +67,11 @@ def test_the_table_adds_up_what_each_part_costs(study, sweeps, tmp_path, monkeyp
 def test_a_step_and_a_decoded_token_are_timed(study):
     from jaxllm.report.study import Finished
 
-    small = [
-        "model.layers=local/experts",
-        "model.d_model=32",
-        "model.ffns.experts.d_expert=16",
-        "model.mixers.local.window=8",
-    ]
-    cfg = compose(
-        ["+experiment=fast_recipe_ahead", "model=fast_recipe/together", "track=none", "model.mtp.mixer=local", *small]
-    )
+    small = ["model.layers=1* global/dense", "model.d_model=32", "model.ffns.dense.d_ff=32"]
+    cfg = compose(["+experiment=fast_recipe", "track=none", *small])
     run = Finished(Path(), yaml.safe_load(cfg.to_yaml()), {}, [])
-    taken = study.times({"together": run}, 16, 1)
-    assert {kind: [t > 0 for t in found["together"]] for kind, found in taken.items()} == {
+    taken = study.times({"plain": run}, 16, 1)
+    assert {kind: [t > 0 for t in found["plain"]] for kind, found in taken.items()} == {
         "step": [True],
         "decode": [True],
     }

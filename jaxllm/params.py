@@ -32,17 +32,21 @@ def declare(model: LanguageModel) -> Params:
     It is what `model.init` would declare, but each kind of layer is traced once, however often it stands in `model.layers`: what a layer
     declares depends on its fields alone.
     """
-    ctx = Context.whole(jnp.zeros((1, 2), jnp.int32))
-    key = jax.random.key(0)
+    key = jax.eval_shape(
+        lambda: jax.random.key(0)
+    )  # shapes from the start: an array, however small, takes a compiled program
+    ctx = jax.eval_shape(Context.whole, jax.ShapeDtypeStruct((1, 2), jnp.int32))
     begin = functools.partial(model.init_with_output, method=LanguageModel.declare_ends)
-    (stream, shared), variables = jax.eval_shape(lambda: begin(key, ctx))
+    (stream, shared), variables = jax.eval_shape(begin, key, ctx)
     params = dict(variables.get("params", {}))
     kinds: dict[tuple[str, str], Params] = {}
     for i, group in enumerate(model.groups):
         for pair in group.period:
             if pair not in kinds:
                 block = model.block(*pair)
-                made = jax.eval_shape(lambda R, s, block=block: block.init(key, R, ctx, None, s), stream, shared)
+                made = jax.eval_shape(
+                    lambda key, R, ctx, s, block=block: block.init(key, R, ctx, None, s), key, stream, ctx, shared
+                )
                 kinds[pair] = dict(made.get("params", {}))
         period = {f"b{j}": blocks for j, pair in enumerate(group.period) if (blocks := kinds[pair])}
         if model.scan:

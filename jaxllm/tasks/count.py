@@ -32,7 +32,8 @@ from jaxllm.training.settings import TrainSettings
 @dataclasses.dataclass(frozen=True)
 class CountSettings:
     """context: tokens a row, batch: rows; null = the training configuration's (phase train) or 1024 and 1. phase: what one token is
-    part of: a decode step with `context` tokens before it, a prefill of `context` tokens, or a training step on them. collectives: also
+    part of: a decode step with `context` tokens before it, a prefill of `context` tokens, or a training step on them; activations are
+    counted for the last, and for `devices`. collectives: also
     compile a train step for the mesh (seconds to minutes) and list what its devices say to each other.
 
     Questions, each answered when asked (`jaxllm.tasks.calculate`): memory_gb: how many rows fit? devices: bytes of one by ZeRO stage.
@@ -81,7 +82,10 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     cost = model.cost(1, 1, context)
     boxes = jax.tree.leaves(declared, is_leaf=is_declared)
     total = sum(box.value.size for box in boxes)
-    memory = training_memory(cfg, model, declared, mesh, rows=settings.batch, length=settings.context)
+    whole = training or settings.devices is not None
+    memory = training_memory(
+        cfg, model, declared, mesh, activations=whole, rows=settings.batch, length=settings.context
+    )
     result = {
         "params_total": total,
         "params_active": (active := total - (cost.params - cost.params_active)),
@@ -91,7 +95,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
         "cache_bytes_per_token": cost.cache_per_token,
         "cache_bytes_constant": cost.cache_constant,
         "cache_bytes_total": batch * (cost.cache_per_token * context + cost.cache_constant),
-        "train_bytes": sum(memory["per_device"].values()),
+        "train_bytes": sum(memory["per_device"].values()) if whole else None,
         "train_bytes_parts": memory["per_device"],
         "train_rows": memory["rows"],
         "train_seq_len": memory["length"],
@@ -184,6 +188,10 @@ def summary(result: dict[str, Any]) -> list[str]:
         else f"at least {result['predicted_ms']:,.3g} ms"
     )
     parts = ", ".join(f"{name} {value / 2**20:,.1f}" for name, value in result["train_bytes_parts"].items())
+    held = result["train_bytes_parts"].values()
+    micro = f"{result['train_rows']} x {result['train_seq_len']} tokens micro-batch: {parts} (MiB)"
+    if result["train_bytes"] is None:
+        micro = f"without activations, which count.phase=train counts: {parts} (MiB)"
     return [
         "",
         f"parameters      {result['params_total']:,} ({result['params_active']:,} used by one token,"
@@ -192,6 +200,5 @@ def summary(result: dict[str, Any]) -> list[str]:
         f"cache           {result['cache_bytes_per_token']:,.0f} bytes a token and row + {result['cache_bytes_constant']:,.0f};"
         f" {result['cache_bytes_total'] / 2**20:,.1f} MiB for {result['batch']} x {result['context']:,} in {result['dtype']}",
         f"time            {least} on one {result['chip']} ({result['limit']} binds)",
-        f"training        {result['train_bytes'] / 2**20:,.1f} MiB a device, {result['train_rows']} x {result['train_seq_len']} tokens"
-        f" micro-batch: {parts} (MiB)",
+        f"training        {sum(held) / 2**20:,.1f} MiB a device, {micro}",
     ]

@@ -31,9 +31,19 @@ from jaxllm.training.state import abstract_state
 
 
 def training_memory(
-    cfg: Config, model: LanguageModel, declared: Any, mesh: Any, *, rows: int | None = None, length: int | None = None
+    cfg: Config,
+    model: LanguageModel,
+    declared: Any,
+    mesh: Any,
+    *,
+    activations: bool,
+    rows: int | None = None,
+    length: int | None = None,
 ) -> dict[str, Any]:
-    """Bytes a device holds in training: parameters, gradients, optimiser state, and what one micro-batch keeps for its backward."""
+    """Bytes a device holds in training: parameters, gradients, optimiser state, and what one micro-batch keeps for its backward.
+
+    activations: also the last of these, which traces each kind of layer with its backward: seconds for a model of many kinds.
+    """
     train: TrainSettings = cfg.section("train")
     place = cfg.section("mesh")
     state = abstract_state(model, cfg.build("optim"), mesh=mesh, rules=place.rules, declared=declared)
@@ -45,9 +55,10 @@ def training_memory(
         "params": shard_bytes(state.params),
         "grads": shard_bytes(grads),
         "optimiser": shard_bytes((state.opt_state, state.master)),
-        # Each device keeps its rows whole; what tensor parallelism also splits is left out, so this is an upper bound there.
-        "activations": activation_bytes(cfg, model, state.params, -(-rows // ways), length),
     }
+    if activations:
+        # Each device keeps its rows whole; what tensor parallelism also splits is left out, so this is an upper bound there.
+        per_device["activations"] = activation_bytes(cfg, model, state.params, -(-rows // ways), length)
     return {"per_device": per_device, "rows": rows, "length": length}
 
 

@@ -29,7 +29,7 @@ SETTINGS = EngineSettings(
     step_tokens=24,
     chunk=16,
     row_buckets=[ROWS],
-    token_buckets=[16],
+    token_buckets=[4, 16],  # four rows of the first go in one call
     width_buckets=[LENGTH // PAGE],
 )
 

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,9 +190,10 @@ class Engine:
             raise UserError(
                 f"prompt: {len(prompt)} tokens and max_tokens={params.max_tokens} do not fit the longest sequence, {self.sizes.length}"
             )
-        if self.places.pool is not None and self.places.pages_for(length - 1) > self.places.pool.total:
+        pages = self.places.pages_for(max(length - 1, len(prompt)))
+        if self.places.pool is not None and pages > self.places.pool.total:
             raise UserError(
-                f"prompt: {len(prompt)} tokens and max_tokens={params.max_tokens} need {self.places.pages_for(length - 1)} pages,"
+                f"prompt: {len(prompt)} tokens and max_tokens={params.max_tokens} need {pages} pages,"
                 f" the whole cache has {self.places.pool.total}"
             )
 
@@ -302,8 +303,8 @@ class Engine:
         if plan.decodes:
             batch, order = self._decode_batch(plan.decodes)
             self._draw(self.runner.forward(batch), order)
-        for chunk in plan.chunks:
-            self._compute(chunk)
+        for chunks in self._calls(plan.chunks):
+            self._compute(chunks)
 
     def _opened(self, request: Request) -> None:
         if not request.preemptions:
@@ -346,23 +347,41 @@ class Engine:
             pages = request.place.pages[: batch.table.shape[1]]
             batch.table[row, : len(pages)] = pages
 
-    def _compute(self, chunk: Chunk) -> None:
-        """One piece of a prompt, and with its last the first draw."""
-        request, place = chunk.request, chunk.request.place
-        assert place is not None
-        pages = self.places.pages_for(chunk.start + chunk.count)
-        batch = self.runner.batch(1, bucket(self.sizes.tokens, chunk.count), self.runner.width(max(pages, 1)))
-        self._fill(batch, 0, request, chunk.start, chunk.count)
-        if request.params.prompt_logprobs is not None and chunk.start < len(request.prompt):
-            after = np.zeros_like(batch.tokens)
-            follow = request.prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
-            after[0, : len(follow)] = follow
-            logits, scores = self.runner.score(batch, after)
-            self._now.append(_Drawn([], (), (chunk, request.epoch, scores)))
+    def _calls(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+        """Pieces of prompts that go through the model in one call: those of like length, as many as a call takes. Scored ones go alone."""
+        alike: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            if _scored(chunk):
+                yield [chunk]
+            else:
+                alike.setdefault(bucket(self.sizes.tokens, chunk.count), []).append(chunk)
+        for tokens, some in alike.items():
+            most = self.sizes.together(tokens)
+            yield from (some[i : i + most] for i in range(0, len(some), most))
+
+    def _compute(self, chunks: Sequence[Chunk]) -> None:
+        """One call on pieces of prompts, and with the last piece of any the first draw."""
+        tokens = bucket(self.sizes.tokens, max(chunk.count for chunk in chunks))
+        rows = 1 if len(chunks) == 1 else self.sizes.together(tokens)
+        pages = max(self.places.pages_for(chunk.start + chunk.count) for chunk in chunks)
+        batch = self.runner.batch(rows, tokens, self.runner.width(max(pages, 1)))
+        for row, chunk in enumerate(chunks):
+            self._fill(batch, row, chunk.request, chunk.start, chunk.count)
+        if _scored(chunks[0]):
+            logits = self._score(batch, chunks[0])
         else:
             logits = self.runner.forward(batch)
-        if chunk.last:
-            self._draw(logits, [request])
+        if any(chunk.last for chunk in chunks):
+            order = [chunk.request if chunk.last else None for chunk in chunks]
+            self._draw(logits, [*order, *[None] * (rows - len(order))])
+
+    def _score(self, batch: Batch, chunk: Chunk) -> Any:
+        after = np.zeros_like(batch.tokens)
+        follow = chunk.request.prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
+        after[0, : len(follow)] = follow
+        logits, scores = self.runner.score(batch, after)
+        self._now.append(_Drawn([], (), (chunk, chunk.request.epoch, scores)))
+        return logits
 
     def _draw(self, logits: Any, order: Sequence[Request | None]) -> None:
         """Dispatch the draw of each row's next token."""
@@ -447,6 +466,8 @@ class Engine:
         for i in range(count):
             request.prompt_logprobs.append(float(scored[i]))
             request.prompt_top.append(_table((ids[i], values[i]), wanted))
+        if request.params.max_tokens == 0 and len(request.prompt_logprobs) == len(request.prompt):
+            self._end(request, "length")  # nothing is to be drawn
 
     # --- plain calls ----------------------------------------------------------------------------------------------
 
@@ -498,6 +519,11 @@ class Engine:
 _NOBODY = Request([0], SamplingParams(), 0, Identity(), state=State.DONE)
 
 
+def _scored(chunk: Chunk) -> bool:
+    """Whether log probabilities of a piece's own tokens are wanted."""
+    return chunk.request.params.prompt_logprobs is not None and chunk.start < len(chunk.request.prompt)
+
+
 def _table(top: Sequence[np.ndarray], count: int) -> dict[int, float]:
     """The `count` most likely ids and their log probabilities."""
     if not top or not count:
@@ -545,4 +571,4 @@ def sizes_of(model: LanguageModel, s: EngineSettings) -> Sizes:
         raise UserError(f"server.row_buckets: {list(rows)} has no place for rows={s.rows}")
     if widths[-1] < most:
         raise UserError(f"server.width_buckets: {list(widths)} has no place for {most} pages, of max_len={length}")
-    return Sizes(s.rows, length, pages + 1, s.page_size, rows, tokens, widths)
+    return Sizes(s.rows, length, pages + 1, s.page_size, rows, tokens, widths, max(s.step_tokens, tokens[-1]))

@@ -170,6 +170,8 @@ def read_completion(body: Mapping[str, Any]) -> Asked:
         fields["logprobs"] = logprobs
         if echo:
             fields["prompt_logprobs"] = logprobs
+    if echo and fields["max_tokens"] == 0:  # the prompt and its log probabilities, and nothing new
+        fields.setdefault("prompt_logprobs", 0)
     stream, usage = _streaming(read)
     if stream and echo:
         raise ProtocolError("echo: cannot be streamed", param="echo")

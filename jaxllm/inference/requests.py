@@ -26,7 +26,8 @@ class Request:
 
     tokens: the prompt and every new id that the host has seen. drawn: ids that the device has drawn and the host has not seen yet. So
     the sequence is `length = len(tokens) + drawn` long. computed: its first so many tokens are in the cache, as of the steps that have
-    been dispatched: `0 <= computed < length` while it runs. epoch: goes up with every preemption; what older steps drew is ignored.
+    been dispatched: `0 <= computed < length` while it runs (a prompt that is only scored ends at its length). epoch: goes up with every
+    preemption; what older steps drew is ignored.
 
     elder: the answer 0 of the same prompt, from whose pages this one starts. finish: "stop", "length", "abort" or "error".
     """
@@ -77,6 +78,11 @@ class Request:
     def limit(self) -> int:
         """The length at which it ends at the latest."""
         return len(self.prompt) + self.params.max_tokens
+
+    @property
+    def room(self) -> int:
+        """Tokens that lie in the cache at the end: all but the last one drawn."""
+        return max(self.limit - 1, len(self.prompt))
 
     @property
     def left(self) -> int:

@@ -42,7 +42,8 @@ COPIES = 8  # pages that one call copies
 
 
 class Sizes(NamedTuple):
-    """Shapes of everything. rows, tokens, widths: the bucket lists, ascending. pages 0: contiguous, one row a slot."""
+    """Shapes of everything. rows, tokens, widths: the bucket lists, ascending. pages 0: contiguous, one row a slot. call: tokens, padding
+    included, of a call on several prompts at most."""
 
     slots: int
     length: int
@@ -51,10 +52,16 @@ class Sizes(NamedTuple):
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
+    call: int = 0
 
     @property
     def contiguous(self) -> bool:
         return self.pages == 0
+
+    def together(self, tokens: int) -> int:
+        """Prompts of which one call takes a piece of `tokens` tokens each: a number of `rows`, or 1."""
+        fitting = [n for n in self.rows if n * tokens <= self.call]
+        return 1 if self.contiguous or not fitting else fitting[-1]
 
 
 @struct.dataclass
@@ -271,10 +278,11 @@ class Runner:
             for rows in s.rows:
                 self._timed("decode", (rows, width), self.forward, self.batch(rows, 1, width))
             for tokens in s.tokens:
-                batch = self.batch(1, tokens, width)
-                self._timed("prefill", (tokens, width), self.forward, batch)
+                for rows in sorted({1, s.together(tokens)}):
+                    self._timed("prefill", (rows, tokens, width), self.forward, self.batch(rows, tokens, width))
                 if scores:
-                    self._timed("score", (tokens, width), self.score, batch, np.zeros((1, tokens), np.int32))
+                    after = np.zeros((1, tokens), np.int32)
+                    self._timed("score", (1, tokens, width), self.score, self.batch(1, tokens, width), after)
         for rows in sorted({1, *s.rows}):
             logits = jnp.zeros((rows, self.model.padded_vocab), self.model.logits_dtype)
             zeros = np.zeros(rows, np.int32)

@@ -97,7 +97,11 @@ class SamplingParams(NamedTuple):
             ("frequency_penalty", abs(self.frequency_penalty) <= MOST_PENALTY, f"at most {MOST_PENALTY:g} either way"),
             ("logit_bias", all(np.isfinite(b) for _, b in self.logit_bias), "finite numbers"),
             ("logit_bias", len(self.logit_bias) <= MOST_BIASED, f"of {MOST_BIASED} ids at most"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            (
+                "max_tokens",
+                self.max_tokens >= (self.prompt_logprobs is None),
+                "at least 1 (0 with prompt_logprobs alone)",
+            ),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
             ("stop", len(self.stop) <= MOST_STOPS, f"{MOST_STOPS} texts at most"),
             (

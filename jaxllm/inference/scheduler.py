@@ -243,7 +243,7 @@ class Scheduler:
 
     def _fits(self, request: Request) -> bool:
         if self.policy != "optimistic":
-            return self._missing(request, request.limit - 1) + self._owed() <= self.places.free_pages
+            return self._missing(request, request.room) + self._owed() <= self.places.free_pages
         return self._missing(request, len(request.tokens)) <= self.places.free_pages
 
     def _missing(self, request: Request, length: int) -> int:
@@ -254,4 +254,4 @@ class Scheduler:
 
     def _owed(self) -> int:
         """Free pages that the running requests may still take."""
-        return sum(self.places.writable(r.place, r.computed, r.limit - 1) for r in self.running if r.place is not None)
+        return sum(self.places.writable(r.place, r.computed, r.room) for r in self.running if r.place is not None)

@@ -68,8 +68,8 @@ class EngineSettings:
     pages of prompts that begin alike. queue: requests that may wait.
 
     row_buckets, token_buckets, width_buckets: shapes that are compiled, ascending: rows of decoding, tokens of a chunk, pages of a row;
-    null = powers of two, and of four for widths (one width where every layer reads pages in place). prompt_logprobs: compile also what scores prompts. overlap: dispatch a step before
-    the last one's tokens have been read. preempt_every: for tests.
+    null = powers of two, and of four for widths (one width where every layer reads pages in place). prompt_logprobs: compile also what
+    scores prompts. overlap: dispatch a step before the last one's tokens have been read. preempt_every: for tests.
     """
 
     cache: str = "paged"

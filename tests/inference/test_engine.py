@@ -30,14 +30,14 @@ def test_what_is_compiled_while_requests_wait_is_said_with_its_reason(monkeypatc
     runner, lines = made().runner, []
     monkeypatch.setattr(runner, "traces", runner.traces)
     monkeypatch.setattr(runner, "_log", lines.append)
-    batch = runner.batch(1, runner.sizes.tokens[0], runner.sizes.widths[0])
+    batch = runner.batch(1, runner.sizes.tokens[-1], runner.sizes.widths[0])
     args = runner.weights, runner.cache, runner.drawer.ids
     runner._forward.lower(*args, batch)  # a shape of the warm-up: traced before, so nothing is said
-    odd = batch.replace(tokens=np.zeros((1, runner.sizes.tokens[0] + 1), np.int32))
+    odd = batch.replace(tokens=np.zeros((1, runner.sizes.tokens[-1] + 1), np.int32))
     runner._forward.lower(*args, odd)
     (line,) = lines
     assert line.startswith("engine, forward: compiled again") and "tokens" in line
-    assert f"int32[1,{runner.sizes.tokens[0]}] -> int32[1,{runner.sizes.tokens[0] + 1}]" in line
+    assert f"int32[1,{runner.sizes.tokens[-1]}] -> int32[1,{runner.sizes.tokens[-1] + 1}]" in line
 
 
 def jobs(count=6, seed=0, **fields):
@@ -85,6 +85,17 @@ def test_a_request_gets_the_same_tokens_in_any_company(engine, name):
     engine.check_places()
 
 
+def test_prompts_of_like_length_go_through_the_model_together(engine, monkeypatch):
+    prompts = [[7, 8, 9, i] for i in range(3)] + [list(range(12)), [5]]
+    params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True) for i in range(5)]
+    alone = [engine.generate([p], s)[0].tokens for p, s in zip(prompts, params, strict=True)]
+    engine.arrange(prefix_cache=False)
+    shapes, forward = [], engine.runner.forward
+    monkeypatch.setattr(engine.runner, "forward", lambda batch: (shapes.append(batch.tokens.shape), forward(batch))[1])
+    assert [a.tokens for a in engine.generate(prompts, params)] == alone
+    assert shapes[:2] == [(4, 4), (1, 16)]  # three of four tokens in one call of four rows, and the long one by itself
+
+
 def test_tokens_are_those_of_whole_sequences(engine):
     """Greedy, against the full forward of everything so far."""
     model, params = model_and_params()
@@ -109,6 +120,13 @@ def test_tokens_are_those_of_whole_sequences(engine):
     np.testing.assert_allclose(got.prompt_logprobs[1:], want, atol=1e-4)
     warm = engine.generate([prompt], GREEDY._replace(max_tokens=12, ignore_eos=True, prompt_logprobs=1))[0]
     assert warm.prompt_logprobs == got.prompt_logprobs and warm.cached == 0
+    scored = GREEDY._replace(max_tokens=0, prompt_logprobs=1)
+    long = list(range(LENGTH))  # nothing is drawn, so a prompt may fill the context
+    only, full = engine.generate([prompt, long], scored)
+    assert (only.tokens, only.finish, only.prompt_logprobs) == ([], "length", got.prompt_logprobs)
+    assert len(full.prompt_logprobs) == LENGTH
+    with pytest.raises(UserError, match="max_tokens=0: must be at least 1"):
+        engine.submit(prompt, GREEDY._replace(max_tokens=0))
 
 
 @pytest.mark.parametrize(("length", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4)])

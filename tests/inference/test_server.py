@@ -186,6 +186,14 @@ def test_log_likelihoods_as_the_evaluation_harness_reads_them(running, client):
         assert lp.token_logprobs[-1] == max(lp.top_logprobs[-1].values())  # greedy
         assert choice.text.startswith("the cat sat")
     assert answer.vocab_size == 258
+    only = client.completions.create(**(asked | {"max_tokens": 0}))
+    for choice, longer in zip(only.choices, reply.choices, strict=True):  # the prompt alone: nothing is drawn
+        assert choice.text == "the cat sat" and choice.finish_reason == "length"
+        assert choice.logprobs.token_logprobs == longer.logprobs.token_logprobs[:-1]
+        assert choice.logprobs.top_logprobs == longer.logprobs.top_logprobs[:-1]
+    assert only.usage.completion_tokens == 0
+    plain = client.completions.create(model="tiny", prompt="the cat", max_tokens=0, echo=True)
+    assert plain.choices[0].text == "the cat" and plain.choices[0].logprobs is None
 
 
 def _scores(running, ids):

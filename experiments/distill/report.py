@@ -14,21 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from jaxllm.errors import UserError
+from jaxllm.report.study import Finished, finished, table
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """One run: how it was taught, its seed, its last validation loss, and the loss at every validation."""
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    distill = config["objective"]["distill"]
-    points = {}
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if "val/loss" in row:
-            points[row["step"]] = row["val/loss"]
-    curve = [[step, points[step]] for step in sorted(points)]
+def read(run: Finished) -> dict[str, Any]:
+    """How a run was taught, its seed, its last validation loss, and the loss at every validation."""
+    distill = run.config["objective"]["distill"]
+    curve = [list(point) for point in run.curve("val/loss")]
     taught = "text alone" if not distill["weight"] else f"{distill['direction']} KL, weight {distill['weight']:g}"
-    return {"taught": taught, "seed": config["seed"], "loss": curve[-1][1], "curve": curve}
+    return {"taught": taught, "seed": run.seed, "loss": curve[-1][1], "curve": curve}
 
 
 def summary(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -53,12 +48,12 @@ def summary(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return sorted(out, key=lambda row: row["loss"])
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| taught by | runs | validation loss | beside text alone, same seed |", "| --- | --- | --- | --- |"]
-    for row in rows:
-        gain = "-" if row["gain"] is None else f"{row['gain']:+.4f} ± {row['gain_sd']:.4f}"
-        lines.append(f"| {row['taught']} | {row['runs']} | {row['loss']:.4f} ± {row['loss_sd']:.4f} | {gain} |")
-    return "\n".join(lines) + "\n"
+def cells(row: Mapping[str, Any]) -> list[str]:
+    gain = "-" if row["gain"] is None else f"{row['gain']:+.4f} ± {row['gain_sd']:.4f}"
+    return [row["taught"], str(row["runs"]), f"{row['loss']:.4f} ± {row['loss_sd']:.4f}", gain]
+
+
+HEADS = ("taught by", "runs", "validation loss", "beside text alone, same seed")
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -81,13 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sweeps", type=Path, nargs="+", help="folders of sweeps: one numbered folder a run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args(arguments)
-    folders = sorted(path.parent for sweep in args.sweeps for path in sweep.glob("*/result.json"))
-    if not folders:
-        raise SystemExit(f"error: {args.sweeps[0]}: no finished run of the study in it")
-    runs = [read(folder) for folder in folders]
+    try:
+        runs = [read(run) for run in finished(args.sweeps)]
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "results.json").write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
-    text = table(summary(runs))
+    text = table(HEADS, [cells(row) for row in summary(runs)])
     (args.out / "table.md").write_text(text, encoding="utf-8")
     draw(runs, args.out / "loss.png")
     print(text)

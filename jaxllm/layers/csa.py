@@ -18,7 +18,7 @@ from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RoPE
 from jaxllm.mesh import shard
 from jaxllm.ops.compress import Windows, touched_windows, whole_windows
-from jaxllm.ops.compressed_attention import Far, Near, attend_compressed, mass_on_entries
+from jaxllm.ops.compressed_attention import Far, Near, attend_compressed, mass_on_entries, weights_naive
 from jaxllm.ops.index_loss import imitate_chosen, recall_of
 from jaxllm.ops.linear import linear
 from jaxllm.ops.topk import DIRECT, Docs, index_scores, select
@@ -177,6 +177,12 @@ class CompressedAttention(Layer, kw_only=True):
                 there, seen = mass_on_entries(q[:, at], at, near, far, sinks, window=self.window, scale=scale)
                 scores = index_scores(scorer[0][:, at], scorer[1][:, at], scorer[2], self._index_scale)
                 aux["metric/recall"] = mean_recall(*recall_of(scores, there, seen, self.top_k or 1))
+        if "attention" in ctx.capture and cache is None:
+            weights, _ = weights_naive(q, near, far, sinks, window=self.window, scale=scale)
+            maps, end = jnp.swapaxes(weights, 1, 2), near.keys.shape[1]
+            aux["capture/attention"] = maps[..., end - x.shape[1] : end]  # before the call there is nothing
+            if far is not None:
+                aux["capture/entries"] = maps[..., end:]
         if "selected" in ctx.capture and scorer is not None:
             aux["capture/selected"] = scorer[3]
         return self._output(out, angles), cache, {} if shared is None else shared, aux

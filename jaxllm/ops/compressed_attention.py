@@ -44,8 +44,10 @@ class Near(NamedTuple):
     docs: Array
 
 
-def compressed_naive(q: Array, near: Near, far: Far | None, sinks: Array, *, window: int, scale: float) -> Array:
-    """The truth: every key beside every other, and one mask."""
+def weights_naive(
+    q: Array, near: Near, far: Far | None, sinks: Array, *, window: int, scale: float
+) -> tuple[Array, Array]:
+    """fp32 `[b t h s]`, by every key beside every other and one mask, and the keys `[b s k]`: the near ones, then all entries."""
     t = q.shape[1]
     keys, seen = (
         near.keys,
@@ -59,7 +61,13 @@ def compressed_naive(q: Array, near: Near, far: Far | None, sinks: Array, *, win
     scores = jnp.where(seen[:, :, None], scale * jnp.einsum("bthk,bsk->bths", q, keys), 10 * LOWEST)
     sink = jnp.broadcast_to(sinks[:, None], (*scores.shape[:3], 1))
     weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1).astype(jnp.float32), axis=-1)[..., :-1]
-    return jnp.einsum("bths,bsk->bthk", jnp.where(seen[:, :, None], weights, 0).astype(q.dtype), keys)
+    return jnp.where(seen[:, :, None], weights, 0), keys
+
+
+def compressed_naive(q: Array, near: Near, far: Far | None, sinks: Array, *, window: int, scale: float) -> Array:
+    """The truth."""
+    weights, keys = weights_naive(q, near, far, sinks, window=window, scale=scale)
+    return jnp.einsum("bths,bsk->bthk", weights.astype(q.dtype), keys)
 
 
 def attend_compressed(

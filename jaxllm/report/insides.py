@@ -17,12 +17,13 @@ HEADS = 64  # maps of single heads that a layer shows
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """name: its place and roles. attention `[h t s]`; selected bool `[t s]` (keys, or entries of compressed keys) that it chose;
+    """name: its place and roles. attention `[h t s]`; entries `[h t e]`: weights on compressed entries, beside those; selected bool `[t s]` (keys, or entries of compressed keys) that it chose;
     experts int `[t k]`, weights `[t k]`, number: of experts; decay, beta `[t h]`: what a recurrent state keeps and how strongly it is
     written. Null: not of this layer's kind."""
 
     name: str
     attention: np.ndarray | None = None
+    entries: np.ndarray | None = None
     selected: np.ndarray | None = None
     experts: np.ndarray | None = None
     weights: np.ndarray | None = None
@@ -78,6 +79,8 @@ def pictures(layers: Sequence[Layer]) -> dict[str, bytes]:
     for i, layer in enumerate(layers):
         if layer.attention is not None:
             out[f"attn/layer_{i:02}"] = png_bytes(tiles(layer.attention[:HEADS]), 0, 1, least=480)
+        if layer.entries is not None and layer.entries.size:
+            out[f"attn/entries/layer_{i:02}"] = png_bytes(tiles(layer.entries[:HEADS]), 0, 1, least=480)
         if layer.selected is not None:
             out[f"attn/selected/layer_{i:02}"] = png_bytes(layer.selected.astype(float), 0, 1, least=480)
         if layer.experts is not None:
@@ -144,10 +147,22 @@ def attention(tokens: Sequence[str], layer: Layer) -> str:
     caption = f"Mean of {len(weights)} heads; a row is what a token looks at. On average {words}."
     picture = heat(mean, tokens, tokens, title=layer.name, high=1.0, words=words)
     figure = page.figure(picture, caption)
+    if layer.entries is not None and layer.entries.size:
+        figure += on_entries(tokens, layer.name, layer.entries)
     if len(weights) == 1:
         return figure
     heads = page.png(png_bytes(tiles(weights[:HEADS]), 0, 1, least=480), f"{layer.name}, each head", pixels=True)
     return f"<div>{figure}{page.details('Each head', heads)}</div>"
+
+
+def on_entries(tokens: Sequence[str], name: str, weights: np.ndarray) -> str:
+    """The part of a row that goes to compressed entries, each of which stands for a window of tokens."""
+    words = f"{weights.sum(axis=-1).mean():.0%} of the weight goes to {weights.shape[-1]} entries of compressed tokens"
+    columns = [f"entry {i}" for i in range(weights.shape[-1])]
+    return page.figure(
+        heat(weights.mean(axis=0), tokens, columns, title=f"{name}: entries", high=1.0, words=words),
+        f"The same rows, on entries: {words}.",
+    )
 
 
 def selection(tokens: Sequence[str], layer: Layer) -> str:

@@ -147,6 +147,7 @@ def layers_of(model: LanguageModel, capture: Mapping[str, np.ndarray]) -> list[L
                     Layer(
                         f"layer {len(layers)}, {mixer}/{ffn}",
                         attention=of("mixer", "attention"),
+                        entries=of("mixer", "entries"),
                         # Compressed attention chooses among entries, each of which stands for a window of tokens.
                         selected=None if index is None else _chosen(index, max(1, len(index) // (rate or 1))),
                         experts=experts,

@@ -98,6 +98,23 @@ def equations(layer, params, x):
     return y[None]
 
 
+def test_captured_maps_stand_on_the_window_and_on_the_entries_that_were_chosen():
+    """A row and its sink are one softmax: positive on what is met, 0 elsewhere, and less than 1 in all."""
+    layer, params, x = made("csa")
+    ctx = whole(capture=("attention", "selected"))
+    aux = jax.jit(lambda p, x, c: layer.apply({"params": p}, x, c)[3])(params, x, ctx)
+    near, far = np.asarray(aux["capture/attention"][0]), np.asarray(aux["capture/entries"][0])
+    back = np.arange(T)[:, None] - np.arange(T)
+    np.testing.assert_array_equal(near > 0, np.broadcast_to((back >= 0) & (back < 5), (4, T, T)))
+    chosen = np.zeros((T, T // 3), bool)
+    for row, places in zip(chosen, np.asarray(aux["capture/selected"][0]), strict=True):
+        row[places[places < len(row)]] = True
+    assert chosen[0].sum() == 0 and chosen[-1].sum() == 3
+    np.testing.assert_array_equal(far > 0, np.broadcast_to(chosen, far.shape))
+    total = near.sum(-1) + far.sum(-1)
+    assert (total > 0).all() and (total < 1).all()
+
+
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_whole_and_streaming_calls_equal_the_equations(name):
     """Whole, and in calls of 7, 7, 7, 1 and 1 tokens: windows of 3 and 6 close inside calls, at their ends, and between them."""

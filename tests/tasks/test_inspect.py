@@ -82,6 +82,14 @@ def test_maps_are_weights_of_what_may_be_seen(made):
     np.testing.assert_array_equal(sparse.attention[0] > 0, sparse.selected)
 
 
+def test_a_map_goes_on_where_a_softmax_also_runs_over_entries():
+    tokens, half = ["a", "b", "c"], np.full((2, 3, 3), 0.25)
+    layer = inspect.insides.Layer("layer 0, csa/moe", attention=half, entries=half[..., :1])
+    text = inspect.insides.attention(tokens, layer)
+    assert "layer 0, csa/moe: entries" in text and "25% of the weight goes to 1 entries of compressed tokens" in text
+    assert set(inspect.insides.pictures([layer])) == {"attn/layer_00", "attn/entries/layer_00"}
+
+
 def test_experts_and_decay_are_those_of_each_token(made):
     _, _, model, look, _ = made
     layer, *others = inspect.layers_of(model, look["capture"])

@@ -437,13 +437,13 @@ class Engine:
             request.logprobs.append(logprob)
             request.top.append(_table(top, request.params.logprobs))
         stream = self._streams[request.number]
-        stopped = token in request.stops and len(request.outputs) > request.params.min_tokens
-        text = "" if stopped else stream.push(token, may_stop=len(request.outputs) >= request.params.min_tokens)
+        stopped = token in request.stops and request.written > request.params.min_tokens
+        text = "" if stopped else stream.push(token, may_stop=request.written >= request.params.min_tokens)
         if stopped or stream.stopped is not None:
             finish: str | None = "stop"
         else:
             finish = "length" if len(request.tokens) >= request.limit else None
-        start = len(request.outputs) - 1
+        start = request.written - 1
         if finish is None:
             self._events.append(Event(request, (token,), text, None, start))
             return

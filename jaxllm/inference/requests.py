@@ -75,6 +75,11 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def written(self) -> int:
+        """How many ids that is."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
     def limit(self) -> int:
         """The length at which it ends at the latest."""
         return len(self.prompt) + self.params.max_tokens

@@ -89,6 +89,7 @@ class MeshSettings:
 SECTIONS = {
     "train": "jaxllm.training.settings.TrainSettings",
     "eval": "jaxllm.training.settings.EvalSettings",
+    "label": "jaxllm.training.settings.LabelSettings",
     "count": "jaxllm.tasks.count.CountSettings",
     "read": "jaxllm.inference.settings.ReadSettings",
     "time": "jaxllm.measure.settings.TimeSettings",

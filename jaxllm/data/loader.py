@@ -10,6 +10,7 @@ import numpy as np
 from jaxllm.data import checks
 from jaxllm.data.plan import Plan, make_plan, row_count
 from jaxllm.data.prefetch import Prefetch
+from jaxllm.data.soft_labels import SoftLabels
 from jaxllm.data.store import TokenStore
 from jaxllm.errors import UserError
 
@@ -26,6 +27,8 @@ class Loader:
 
     align: documents start at multiples of this in a row (some mixers pool fixed blocks of a document); must divide
         `seq_len`. 1 packs without gaps.
+    fixed: documents stay in their order, rows alone are shuffled: every epoch of every seed has the same rows.
+    labels: a teacher's labels of those rows (`jaxllm.data.soft_labels`), which then are part of each batch.
     pad_id: the id under padding; any will do, since padding is segment 0 and has weight 0.
     """
 
@@ -40,6 +43,8 @@ class Loader:
         shuffle: bool = True,
         align: int = 1,
         pad_id: int = 0,
+        fixed: bool = False,
+        labels: SoftLabels | None = None,
     ):
         for key, value, least in (
             ("train.batch_size", batch_size, 1),
@@ -66,6 +71,7 @@ class Loader:
             )
         self.store, self.batch_size, self.seq_len, self.seed = store, batch_size, seq_len, seed
         self.host, self.hosts, self.shuffle, self.align, self.pad_id = host, hosts, shuffle, align, pad_id
+        self.fixed, self.labels = fixed or labels is not None, labels
         self.rows_per_epoch = row_count(store, seq_len, align)
         self._plans: OrderedDict[int, Plan] = OrderedDict()  # memo of a pure function: the epoch in use and the next
         self._lock = threading.Lock()
@@ -85,15 +91,19 @@ class Loader:
         if step < 0:
             raise ValueError(f"step {step} < 0")
         epoch, row = np.divmod(self._rows(step), self.rows_per_epoch)
-        parts = [self._plan(int(e)).gather(row[epoch == e], self.pad_id) for e in np.unique(epoch)]
+        parts = [self._gather(self._plan(int(e)), row[epoch == e]) for e in np.unique(epoch)]
         return parts[0] if len(parts) == 1 else {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+
+    def _gather(self, plan: Plan, rows: np.ndarray) -> Batch:
+        batch = plan.gather(rows, self.pad_id)
+        return batch if self.labels is None else batch | self.labels.rows(plan.numbers(rows))
 
     def epoch(self, index: int = 0) -> Iterator[Batch]:
         """The batches of one epoch and no more: every token once, the last batch filled up with rows of padding."""
         plan = self._plan(index)
         for step in range(-(-self.rows_per_epoch // self.batch_size)):
             rows = self._rows(step)
-            yield plan.gather(np.where(rows < self.rows_per_epoch, rows, -1), self.pad_id)
+            yield self._gather(plan, np.where(rows < self.rows_per_epoch, rows, -1))
 
     def prefetch(self, start: int, depth: int = 2, stop: int | None = None) -> Prefetch[Batch]:
         """Iterator of (step, batch) from `start` (to `stop`, exclusive), made ahead by a background thread.
@@ -110,6 +120,7 @@ class Loader:
             "seq_len": self.seq_len,
             "align": self.align,
             "shuffle": self.shuffle,
+            "fixed": self.fixed,
             "documents": len(self.store),
             "tokens": self.store.size,
         }
@@ -123,7 +134,8 @@ class Loader:
         epoch = epoch if self.shuffle else 0
         with self._lock:
             if epoch not in self._plans:
-                self._plans[epoch] = make_plan(self.store, self.seq_len, self.align, self.seed, epoch, self.shuffle)
+                how = (self.align, self.seed, epoch, self.shuffle, self.fixed)
+                self._plans[epoch] = make_plan(self.store, self.seq_len, *how)
             self._plans.move_to_end(epoch)
             while len(self._plans) > 2:
                 self._plans.popitem(last=False)

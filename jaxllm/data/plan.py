@@ -27,8 +27,7 @@ class Plan:
 
     def gather(self, rows: np.ndarray, pad_id: int) -> dict[str, np.ndarray]:
         """Rows of the epoch as a batch; a row number of -1 gives a row of padding. See `Loader.batch`."""
-        t, store = self.seq_len, self.store
-        row = rows if self.rows is None else np.where(rows < 0, -1, self.rows[rows])
+        t, store, row = self.seq_len, self.store, self.numbers(rows)
         place = row[:, None] * t + np.arange(t + 1)  # one more than the row: the label of its last token
         slot = np.searchsorted(self.places, place, side="right") - 1
         document = self.order[slot]
@@ -47,6 +46,10 @@ class Plan:
             "weights": trained.astype(np.float32),
         }
 
+    def numbers(self, rows: np.ndarray) -> np.ndarray:
+        """Where rows of the epoch lie in its stream, counted in rows; -1 stays."""
+        return rows if self.rows is None else np.where(rows < 0, -1, self.rows[rows])
+
 
 def number(slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """int32 [b t] each: segments 1.. of a row, and positions from a segment's start in it; 0 where `slot` is -1."""
@@ -64,9 +67,11 @@ def row_count(store: TokenStore, seq_len: int, align: int) -> int:
     return -(-int(padded(store.lengths, align).sum()) // seq_len)
 
 
-def make_plan(store: TokenStore, seq_len: int, align: int, seed: int, epoch: int, shuffle: bool) -> Plan:
-    """The plan of one epoch, from nothing but its arguments."""
-    order = shuffled(len(store), seed, epoch, 0) if shuffle else np.arange(len(store))
+def make_plan(
+    store: TokenStore, seq_len: int, align: int, seed: int, epoch: int, shuffle: bool, fixed: bool = False
+) -> Plan:
+    """The plan of one epoch, from nothing but its arguments. fixed: documents stay in their order, so rows are cut alike in every epoch."""
+    order = shuffled(len(store), seed, epoch, 0) if shuffle and not fixed else np.arange(len(store))
     places = starts_of(padded(store.lengths[order], align))
     rows = shuffled(row_count(store, seq_len, align), seed, epoch, 1) if shuffle else None
     return Plan(store, seq_len, order, places, rows)

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 TASKS = {
     "train": "jaxllm.tasks.train",
     "eval": "jaxllm.tasks.evaluate",
+    "label": "jaxllm.tasks.label",
     "generate": "jaxllm.tasks.generate",
     "count": "jaxllm.tasks.count",
     "convert": "jaxllm.tasks.convert",

@@ -46,7 +46,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     mesh = build_mesh(place.axes, axis_type=place.axis_type)
     check_batch(settings.batch_size, settings.seq_len, mesh, place.rules)
 
-    text, foreign = _text(cfg, source.config)
+    text, foreign = text_of(cfg, source.config)
     changes: dict[str, Any] = {"tokenizer": Fixed(tokenizer)}
     if foreign and "data.val_every" not in cfg.explicit:
         changes["val_every"] = 0
@@ -161,7 +161,7 @@ def _track(cfg: Config, io: TaskIO, result: dict[str, Any], step: int) -> None:
         tracker.close()
 
 
-def _text(cfg: Config, trained: Config) -> tuple[Text, bool]:
+def text_of(cfg: Config, trained: Config) -> tuple[Text, bool]:
     """What to evaluate on, and whether the command named it. Typed `data.*` keys change the run's own data node where
     they are of its kind; else they belong to the kind that was chosen (or the usual one)."""
     keys = {k: v for k, v in cfg.explicit.items() if k.startswith("data.")}

@@ -23,6 +23,7 @@ from jaxllm.config import CONF, Config
 from jaxllm.data.checks import Log
 from jaxllm.data.corpus import Corpus, Source
 from jaxllm.data.loader import Loader
+from jaxllm.data.soft_labels import SoftLabels, description
 from jaxllm.data.store import TokenStore
 from jaxllm.data.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from jaxllm.errors import UserError
@@ -190,7 +191,10 @@ def _teachers(
     """The models that objectives learn from, on the run's devices, and the tokenizer that all must share: the given one, else theirs."""
     found = {}
     for name, objective in objectives.items():
-        if not isinstance(objective, Distill) or objective.teacher in found:
+        if isinstance(objective, Distill) and objective.labels:
+            key = f"objective.{name}.labels={objective.labels}"
+            tokenizer = _shared(tokenizer, _labels(cfg, objectives, key).tokenizer, key)
+        if not isinstance(objective, Distill) or not objective.teacher or objective.teacher in found:
             continue
         key, path = f"objective.{name}.teacher={objective.teacher}", cfg.path(objective.teacher)
         try:
@@ -199,13 +203,35 @@ def _teachers(
             raise UserError(f"{key}: {str(error).removeprefix(f'source={path}: ')}") from None
         if given.tokenizer is None:
             raise UserError(f"{key}: has no tokenizer, so it cannot be known to read the same tokens")
-        tokenizer = tokenizer or given.tokenizer
-        if list(given.tokenizer.pieces) != list(tokenizer.pieces) or given.tokenizer.eos_id != tokenizer.eos_id:
-            raise UserError(f"{key}: has another tokenizer than the student, so their predictions cannot be compared")
+        tokenizer = _shared(tokenizer, given.tokenizer, key)
         places = param_shardings(declare(given.model), mesh, rules)
         found[objective.teacher] = (given.model, jax.device_put(given.params, places))
         io.log(f"teacher: {given.folder}, {given.model.num_layers} layers")
     return found, tokenizer
+
+
+def _shared(tokenizer: Tokenizer | None, theirs: Tokenizer, key: str) -> Tokenizer:
+    """The student's tokenizer, which must be the teacher's; a student without one takes over the teacher's."""
+    tokenizer = tokenizer or theirs
+    if list(theirs.pieces) != list(tokenizer.pieces) or theirs.eos_id != tokenizer.eos_id:
+        raise UserError(f"{key}: has another tokenizer than the student, so their predictions cannot be compared")
+    return tokenizer
+
+
+def _labels(cfg: Config, objectives: Mapping[str, Objective], key: str) -> SoftLabels:
+    """The labels of the one objective that reads some, as its fields need them."""
+    (objective, *more) = [o for o in objectives.values() if isinstance(o, Distill) and o.labels]
+    if more:
+        raise UserError(f"{key}: one objective can read labels, and another reads {more[0].labels}")
+    labels = SoftLabels.open(cfg.path(str(objective.labels)), key)
+    if labels.meta["temperature"] != objective.temperature:
+        raise UserError(
+            f"{key}: were taken at temperature {labels.meta['temperature']:g}, the objective has"
+            f" {objective.temperature:g}; set its temperature, or make labels anew with task=label"
+        )
+    if (objective.top_k or 0) > labels.top_k:
+        raise UserError(f"{key}: hold {labels.top_k} ids a token, fewer than top_k={objective.top_k}")
+    return labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,13 +287,26 @@ class _Opener:
             source = self.cfg.build_node(stage.data, f"stages.{stage.index}.data")
             corpus = _with_tokenizer(source, corpus.tokenizer).prepare(self.io.log, self.cfg.original_cwd)
         hosts = {"host": jax.process_index(), "hosts": jax.process_count()}
+        seed = self.seed + 7919 * stage.index
         # Each stage shuffles anew: one that only changes the length must not start over with the rows of the first.
-        loader = Loader(corpus.train, stage.batch_size, stage.seq_len, self.seed + 7919 * stage.index, **hosts)
+        loader = Loader(
+            corpus.train, stage.batch_size, stage.seq_len, seed, **hosts, labels=self._labels(stage, corpus)
+        )
         if len(corpus.val) == 0:
             return Data(loader)
         # In one fixed shuffled order: a pass that is cut short (eval_batches) then reads from all documents, not the first ones.
         held_out = Loader(corpus.val, stage.batch_size // stage.accumulate, stage.seq_len, seed=0, **hosts)
         return Data(loader, held_out.epoch, corpus.tokenizer.token_bytes())
+
+    def _labels(self, stage: Stage, corpus: Corpus) -> SoftLabels | None:
+        """A teacher's labels of this stage's rows, where an objective reads some."""
+        for name, objective in stage.objectives.items():
+            if isinstance(objective, Distill) and objective.labels:
+                key = f"objective.{name}.labels={objective.labels}"
+                labels = _labels(self.cfg, stage.objectives, key)
+                labels.check(description(corpus.facts, corpus.train, stage.seq_len), key)
+                return labels
+        return None
 
 
 def _state(

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxllm.data.soft_labels import NAMES as SOFT
 from jaxllm.mesh import Rules, batch_sharding
 
 NAMES = ("tokens", "labels", "positions", "segments", "weights")
@@ -17,7 +18,7 @@ def place(
     batch: Mapping[str, np.ndarray], mesh: Mesh | None = None, rules: Rules | None = None
 ) -> dict[str, jax.Array]:
     """Rows over the mesh axes that split the batch. With several processes each passes its own rows."""
-    arrays = {name: batch[name] for name in NAMES}
+    arrays = {name: batch[name] for name in (*NAMES, *SOFT) if name in NAMES or name in batch}
     if mesh is None:
         return jax.device_put(arrays)
     sharding = batch_sharding(mesh, rules)

@@ -27,7 +27,7 @@ from jaxllm.layers.mtp import ahead
 from jaxllm.mesh import shard
 from jaxllm.model import LanguageModel, Out
 from jaxllm.ops.cross_entropy import DEFAULT_CHUNK
-from jaxllm.ops.divergence import Direction, DraftLoss, Head, chunked_divergence, chunked_pairs, draft_loss
+from jaxllm.ops.divergence import Direction, DraftLoss, Head, Kept, chunked_divergence, chunked_pairs, draft_loss
 from jaxllm.training.losses import (
     Batch,
     backbone,
@@ -149,21 +149,29 @@ class MultiToken(Objective):
 class Distill(Objective):
     """Divergence of the model's next-token distributions from a frozen teacher's: see `jaxllm.ops.divergence`.
 
-    teacher: a run folder, checkpoint, Hugging Face folder or GGUF file, of any architecture and the same tokenizer. direction: `forward`
-    (the student covers all that the teacher may say) or `reverse` (it keeps to what the teacher would say). temperature: of both.
-    top_k: look at that many of the teacher's likeliest ids and at all others as one; null = the whole vocabulary. Tokens count as
+    teacher: a run folder, checkpoint, Hugging Face folder or GGUF file, of any architecture and the same tokenizer. labels, instead of it:
+    a folder of what it said of this text, written by `task=label` at the same temperature. direction: `forward` (the student covers all
+    that the teacher may say) or `reverse` (it keeps to what the teacher would say). temperature: of both. top_k: look at that many of the
+    teacher's likeliest ids and at all others as one; null = the whole vocabulary, or all that is labelled. Tokens count as
     they do for `NextToken`, with which it is mixed by weights.
     """
 
-    teacher: str = ""
+    teacher: str | None = None
+    labels: str | None = None
     temperature: float = 1.0
     direction: Direction = "forward"
     top_k: int | None = None
     chunk: int = DEFAULT_CHUNK
 
     def __post_init__(self) -> None:
-        if not self.teacher:
-            raise UserError("teacher: missing; name the run folder or checkpoint to learn from")
+        if not self.teacher and not self.labels:
+            raise UserError(
+                "teacher: missing; name the run folder or checkpoint to learn from, or labels made by task=label"
+            )
+        if self.teacher and self.labels:
+            raise UserError(
+                f"teacher={self.teacher} and labels={self.labels}: one of them is learned from; leave the other null"
+            )
         if not self.temperature > 0 or self.chunk < 1 or (self.top_k is not None and self.top_k < 1):
             raise UserError(
                 f"temperature: {self.temperature} must be above 0, chunk={self.chunk} and top_k={self.top_k} at least 1"
@@ -175,18 +183,24 @@ class Distill(Objective):
         return trained_tokens(batch)
 
     def __call__(self, forward: Forward) -> tuple[jax.Array, dict[str, jax.Array]]:
-        teacher, params = forward.teachers[self.teacher]
-        batch = forward.batch
-        ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"])
-        hidden = backbone(teacher, params, ctx).hidden
+        batch, valid_vocab = forward.batch, forward.model.vocab_size
+        other: Head | Kept
+        if self.teacher:
+            teacher, params = forward.teachers[self.teacher]
+            ctx = Context.whole(batch["tokens"], batch["segments"], batch["positions"])
+            hidden = backbone(teacher, params, ctx).hidden
+            other = Head(hidden, head(teacher, params, hidden), teacher.logit_softcap)
+            valid_vocab = min(valid_vocab, teacher.vocab_size)
+        else:
+            other = Kept(batch["soft_ids"], batch["soft_logp"])
         student = Head(
             forward.out.hidden, head(forward.model, forward.params, forward.out.hidden), forward.model.logit_softcap
         )
         loss, same = chunked_divergence(
             student,
-            Head(hidden, head(teacher, params, hidden), teacher.logit_softcap),
+            other,
             batch["weights"],
-            valid_vocab=min(forward.model.vocab_size, teacher.vocab_size),
+            valid_vocab=valid_vocab,
             temperature=self.temperature,
             direction=self.direction,
             top_k=self.top_k,

@@ -136,3 +136,24 @@ class EvalSettings:
     def asked(self) -> bool:
         """Is there any suite beside the loss?"""
         return bool(self.domains or self.choices or self.recall or self.needle or self.lm_eval)
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelSettings:
+    """What `task=label` writes down of a teacher for each token: its `top_k` likeliest next ids with the logarithms of their
+    probabilities, as `dtype`, and that of all others together. temperature: of the distribution, and then of the student's objective.
+    max_gb: refused beyond it, before anything runs. flush_every: batches between two points that an interrupted run goes on from.
+    """
+
+    top_k: int = 32
+    temperature: float = 1.0
+    dtype: Literal["float16", "float32"] = "float16"
+    max_gb: float = 20.0
+    flush_every: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "flush_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: {getattr(self, name)} must be at least 1")
+        if not self.temperature > 0 or not self.max_gb > 0:
+            raise UserError(f"temperature: {self.temperature} and max_gb: {self.max_gb} must be above 0")

@@ -17,7 +17,7 @@ from jaxllm.compose import compose
 from jaxllm.data.tokenizer import load_tokenizer
 from jaxllm.errors import UserError
 from jaxllm.measure.jsonl import read_metrics
-from jaxllm.tasks import Stop, TaskIO, evaluate, train
+from jaxllm.tasks import Stop, TaskIO, evaluate, label, train
 
 SMALL = ["+experiment=smoke", "data=synthetic", "data.documents=300", "data.length=4"]
 SMALL += ["train.batch_size=2", "train.seq_len=16", "train.eval_batches=null", "mesh=single"]
@@ -107,6 +107,31 @@ def test_eval_gives_the_loss_that_training_saw(done, tmp_path):
     assert result["tokens"] > 250  # all of a foreign text, in the model's own tokens
     with pytest.raises(UserError, match="source: missing"):
         run(tmp_path / "g", "task=eval", task=evaluate)
+
+
+def test_a_teacher_is_asked_once_and_a_stopped_pass_goes_on(done, tmp_path):
+    folder, *_ = done
+    how = [f"source={folder}", f"out={tmp_path / 'labels'}", "label.top_k=3", "label.temperature=2.0"]
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a", *how, task=label, stop=StopAt(2))
+    student = ["objective=distill", f"objective.distill.labels={tmp_path / 'labels'}", "train.steps=2"]
+    with pytest.raises(UserError, match="only 4 of .* rows are labelled; run the same task=label again to finish"):
+        run(tmp_path / "s", *student)
+    result, said = run(tmp_path / "a", *how, task=label)
+    assert "goes on behind row 4" in said and 0 < result["kept"] < 1 and result["top_k"] == 3
+    assert result["bytes"] == pytest.approx(result["rows"] * 16 * (3 * 2 + 4 * 2), abs=2000)
+    with pytest.raises(UserError, match="holds labels with top_k 3, not 2; name another folder"):
+        run(tmp_path / "a", *how, "label.top_k=2", task=label)
+    with pytest.raises(UserError, match="label.max_gb=1e-06: .* tokens with 3 labels each take"):
+        run(tmp_path / "a", *how, f"out={tmp_path / 'other'}", "label.max_gb=1e-6", task=label)
+    with pytest.raises(UserError, match="taken at temperature 2, the objective has 1"):
+        run(tmp_path / "s", *student, "objective.distill.temperature=1.0")
+    with pytest.raises(UserError, match="labels of rows of another length: seq_len 16, here 8"):
+        run(tmp_path / "s8", *student, "train.seq_len=8")
+    with pytest.raises(UserError, match="labels of another text"):
+        run(tmp_path / "st", *student, "data.seed=3")
+    with pytest.raises(UserError, match="labels=.*: no labels there"):
+        run(tmp_path / "sn", *student, f"objective.distill.labels={tmp_path}")
 
 
 def test_eval_by_position_by_domain_and_by_probe(done, tmp_path):

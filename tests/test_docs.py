@@ -14,9 +14,14 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import tomllib
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +50,9 @@ RUNS = ("python -m jaxllm.run", "jaxllm")
 MODEL = {"model.d_model": "32", "model.layers": "1* global/dense", "model.mixers.global.num_heads": "2"}
 DATA = {"data.path": "books", "data.tokenizer.vocab_size": "300"}
 TRAIN = {"train.batch_size": "8", "train.seq_len": "16", "train.eval_batches": "1", "train.sample_tokens": "0"}
+
+SERVER = {"rows": "2", "max_len": "64", "row_buckets": "[2]", "token_buckets": "[32]", "prompt_logprobs": "false"}
+BENCH = {"requests": "3", "warm_up": "1", "prompt_max": "16", "output_min": "2", "output_max": "4"}
 
 
 class Command(NamedTuple):
@@ -112,6 +120,14 @@ def toy(command: Command, arguments: list[str]) -> list[str]:
         more = {"time.context": "16", "time.what": "decode", "time.repeats": "2", "time.sizes": "[16]", "track": "none"}
     if task == "eval":
         more = {"mesh": "single"}
+    if task in ("serve", "bench_serve") or (task == "generate" and "out" in keys):
+        more |= {f"server.{key}": value for key, value in SERVER.items() if f"server.{key}" not in keys}
+    if task == "serve":
+        more["server.port"] = str(free_port())
+    if task == "bench_serve":
+        more |= {f"bench.{key}": value for key, value in BENCH.items() if f"bench.{key}" not in keys} | {
+            "track": "none"
+        }
     return arguments + [f"{key}={value}" for key, value in more.items()]
 
 
@@ -136,14 +152,43 @@ class Place:
     def program(self, command: Command, arguments: list[str]) -> None:
         """One `python -m jaxllm.run` line: exit code 0, and the last line is the JSON of its task."""
         arguments = toy(command, arguments)
+        stopper = stops_when_ready(arguments) if command.keys.get("task") == "serve" else contextlib.nullcontext()
         if "--config-dir" not in arguments and (self.folder / "conf").is_dir():
             arguments = ["--config-dir", "conf", *arguments]  # a page that adds to conf/ did it here
-        ran = self.run(arguments)
+        with stopper:
+            ran = self.run(arguments)
         assert ran.code == 0, f"{command.page}: {command.line}\n-> {shlex.join(arguments)}\n{ran.err[-3000:]}"
         result = json.loads(ran.out.splitlines()[-1])
         assert result["task"] == command.keys.get("task", "train") and "error" not in result, command.line
         if result["task"] == "eval":
             assert 0 < result["tokens"] < 2_000, f"{command.line}: not the little text that the run held out"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+@contextlib.contextmanager
+def stops_when_ready(arguments: list[str]) -> Iterator[None]:
+    """A server runs until it is told to stop: by the signal that anybody would send, as soon as it says that it is healthy."""
+    port = next(word.split("=")[1] for word in arguments if word.startswith("server.port="))
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            with contextlib.suppress(OSError):
+                if urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import html
 import json
+import re
 import socket
 import threading
 import time
@@ -14,6 +16,9 @@ import pytest
 import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import chromium
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
 
 from jaxllm.inference.engine import Event
 from jaxllm.inference.sampling import GREEDY, SamplingParams
@@ -241,6 +246,36 @@ def test_models_health_metrics_and_tokens(running, client):
     assert "default-src 'none'" in chat.headers["content-security-policy"] and "/v1/chat/completions" in chat.text
     assert httpx.get(running.url + "/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
     assert httpx.get(running.url + "/health", headers={"x-request-id": "a b<script>"}).headers["x-request-id"].isalnum()
+
+
+PROBE = """<script>addEventListener('load', async () => {
+  const until = async f => { while (!f()) await new Promise(r => setTimeout(r, 20)); };
+  $('mode').value = 'completion'; $('max_tokens').value = 7; $('seed').value = 5;
+  $('text').value = 'hello'; $('form').requestSubmit();
+  await until(() => document.querySelector('.assistant')?.dataset.done && $('numbers').textContent.includes('held'));
+  $('text').value = 'x'.repeat(200); $('form').requestSubmit();
+  await until(() => document.querySelector('.error'));
+  const texts = [...document.querySelectorAll('.turn'), $('numbers'), $('model')].map(e => e.textContent);
+  document.title = JSON.stringify(texts);
+})</script></body>"""
+
+
+def test_the_chat_page_in_a_browser(running, client, tmp_path):
+    """It streams an answer, shows times and the cache in use, and a refusal in words."""
+    page = httpx.get(running.url + "/").text.replace("</body>", PROBE)
+    routes = running.server.app.router.routes
+    routes.append(Route("/probed", lambda request: HTMLResponse(page)))
+    try:
+        dom = chromium("--virtual-time-budget=20000", "--dump-dom", running.url + "/probed", folder=tmp_path)
+    finally:
+        routes.pop()
+    question, answer, _, refused, numbers, model = json.loads(
+        html.unescape(re.search("<title>(.*?)</title>", dom, re.S)[1])
+    )
+    asked = {"model": "tiny", "prompt": "hello", "max_tokens": 7, "seed": 5, "temperature": 0.7}
+    assert question == "hello" and answer == client.completions.create(**asked).choices[0].text
+    assert re.search(r"first token \d+ ms, (\d|-).* a token, \d+ tokens, cache .* % held", numbers), numbers
+    assert "do not fit the longest sequence" in refused and model == "tiny"
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The keys of `task=generate`, which stand at the root of the config beside the common `seed` and `source`, and of `task=read`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.ops.paged_attention import check_kernel
@@ -119,6 +120,10 @@ class ServeSettings(EngineSettings):
     the model; null = the source's name. api_key_env: name of the environment variable that holds the key; api_key_file: a file with
     one key a line. metrics_public: /metrics without a key. vllm_metrics: the same numbers also under vLLM's names.
 
+    modes: fields of the model by context tier, `{8192: {mixers.global.top_k: 512}, 65536: {mixers.global.top_k: 2048}}`: those of the
+    smallest tier that holds `max_len` are set (top-k budgets, RoPE scaling: nothing that changes the shape of a parameter); a key
+    `model.*` on the command line wins.
+
     max_body: bytes of a request; max_connections; deadline_s: the longest a request may take; read_timeout_s: the longest a body may
     take to arrive; drain_s: how long running requests may go on after SIGTERM.
     """
@@ -131,6 +136,7 @@ class ServeSettings(EngineSettings):
     api_key_file: str | None = None
     metrics_public: bool = False
     vllm_metrics: bool = False
+    modes: dict[int, dict[str, Any]] = field(default_factory=dict)
     max_body: int = 2**20
     max_connections: int = 1024
     deadline_s: float = 600.0
@@ -148,6 +154,19 @@ class ServeSettings(EngineSettings):
         for name in ("max_body", "max_connections", "deadline_s", "read_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"server.{name}: {getattr(self, name)} must be greater than 0")
+        self.mode()
+
+    def mode(self) -> dict[str, Any]:
+        """Dotted keys of the model, and their values, of the tier that this server is for."""
+        if not self.modes:
+            return {}
+        if self.max_len is None:
+            raise UserError("server.max_len: null, so no tier of server.modes is chosen; set it")
+        tiers = sorted(self.modes)
+        tier = next((tier for tier in tiers if tier >= self.max_len), None)
+        if tier is None:
+            raise UserError(f"server.modes: {tiers} has no tier for server.max_len={self.max_len}; add one")
+        return {f"model.{key}": value for key, value in self.modes[tier].items()}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import functools
 import os
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -19,9 +20,9 @@ import jax
 from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.inference.engine import Engine
-from jaxllm.inference.settings import EngineSettings, ServeSettings
+from jaxllm.inference.settings import ServeSettings
 from jaxllm.tasks import TaskIO
-from jaxllm.tasks.source import open_source
+from jaxllm.tasks.source import Source, open_source
 
 MIN_KEY = 8  # characters
 
@@ -130,13 +131,18 @@ def read_keys(cfg: Config, settings: ServeSettings) -> list[str]:
     return keys
 
 
-def open_engine(cfg: Config, io: TaskIO, settings: EngineSettings) -> tuple[Engine, str]:
-    """The engine of `source=`, all its shapes compiled, and the model's name."""
+def opened(cfg: Config, settings: ServeSettings, warn: Callable[[str], None] | None = None) -> Source:
+    """What `source=` names, in the mode that is to be served."""
     if cfg.source is None:
         raise UserError("source: missing; give source=<run folder, checkpoint, Hugging Face folder or GGUF file>")
-    overrides = {key: value for key, value in cfg.explicit.items() if key.startswith("model.")}
-    source = open_source(cfg.path(cfg.source), overrides=overrides, allow_targets=cfg.allow_targets, warn=io.log)
-    name = getattr(settings, "model_name", None) or cfg.path(cfg.source).name
+    overrides = settings.mode() | {key: value for key, value in cfg.explicit.items() if key.startswith("model.")}
+    return open_source(cfg.path(cfg.source), overrides=overrides, allow_targets=cfg.allow_targets, warn=warn)
+
+
+def open_engine(cfg: Config, io: TaskIO, settings: ServeSettings) -> tuple[Engine, str]:
+    """The engine of `source=`, all its shapes compiled, and the model's name."""
+    source = opened(cfg, settings, io.log)
+    name = settings.model_name or cfg.path(str(cfg.source)).name
     weights = f"{source.folder}@{source.step}"
     late = functools.partial(io.log, level="warning")
     engine = Engine(source.model, source.params, source.tokenizer, settings, name=name, weights=weights, log=late)

@@ -21,7 +21,7 @@ from jaxllm.errors import UserError
 from jaxllm.inference.settings import EngineSettings, ServeSettings
 from jaxllm.params import init_params
 from jaxllm.tasks import TaskIO, bench_serve
-from jaxllm.tasks.serve import read_keys
+from jaxllm.tasks.serve import opened, read_keys
 from jaxllm.tasks.source import build_model, pack_tokenizer
 
 
@@ -114,6 +114,24 @@ def test_settings_that_cannot_be_meant():
             ServeSettings(**fields)
     assert ServeSettings(host="0.0.0.0", public=True).host == "0.0.0.0"
     assert EngineSettings().rows == 8
+
+
+def test_a_context_tier_sets_fields_of_the_model(trained):
+    tiers = {32: {"logit_softcap": 20.0}, 512: {"logit_softcap": 30.0, "mixers.global.rope.theta": 5e5}}
+    cfg = compose(["task=serve", "model=tiny", "track=none"])
+    for length, cap, theta in ((32, 20.0, 1e4), (33, 30.0, 5e5)):
+        given = cfg.replace({"source": str(trained), "server": {"max_len": length, "modes": tiers}})
+        model = opened(given, given.section("server")).model
+        assert model.logit_softcap == cap and model.mixer("global").rope.theta == theta
+    for fields, match in (
+        ({"modes": tiers}, "server.max_len: null, so no tier"),
+        ({"modes": tiers, "max_len": 513}, r"\[32, 512\] has no tier for server.max_len=513"),
+    ):
+        with pytest.raises(UserError, match=match):
+            ServeSettings(**fields)
+    shapes = cfg.replace({"source": str(trained), "server": {"max_len": 8, "modes": {8: {"d_model": 32}}}})
+    with pytest.raises(UserError, match="shape"):
+        opened(shapes, shapes.section("server"))
 
 
 @pytest.mark.parametrize("rate", [None, 200.0])

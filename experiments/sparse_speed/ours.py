@@ -56,9 +56,8 @@ def prefill(t: int, dense: bool) -> dict[str, Program]:
     """Programs by part, of t tokens that see each other."""
     scored = normal(0, 1, t, HEADS, WIDTH), normal(1, 1, t, HEADS), normal(2, 1, t, WIDTH)
     reach = jnp.arange(1, t + 1, dtype=jnp.int32)[None]
-    places = jax.random.randint(
-        jax.random.key(3), (1, t, TOP), 0, reach[..., None]
-    )  # what is gathered from where does not matter
+    places = jax.random.randint(jax.random.key(3), (1, t, TOP), 0, reach[..., None])
+    places = jnp.sort(places, axis=-1)  # as the indexer hands them over
     absorbed = normal(4, 1, t, H, R), normal(5, 1, t, H, TURNED), normal(6, 1, t, R), normal(7, 1, t, TURNED)
     out = {
         "indexer": compiled(lambda q, w, k, r: select(q, w, k, r, TOP, scale=WIDTH**-0.5), *scored, reach),

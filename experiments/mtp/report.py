@@ -93,10 +93,10 @@ def draw(runs: Mapping[str, Sequence[Finished]], out: Path) -> None:
     from jaxllm.measure import plots
 
     colours = dict(zip(NAMES, (plots.INK, plots.BLUE, plots.ORANGE, plots.GREEN), strict=True))
-    figure, axes = plots.canvas("Validation loss by compute, all seeds", "", "TFLOPs", "cross-entropy (nats per token)")
+    figure, axes = plots.canvas("Validation loss by compute, all seeds", "", "GFLOPs", "cross-entropy (nats per token)")
     for name, group in runs.items():
         for i, run in enumerate(group):
-            flops = step_flops(run) / 1e12
+            flops = step_flops(run) / 1e9
             points = [(step * flops, loss) for step, loss in run.curve("val/loss")]
             label = NAMES[name] if i == 0 else None
             axes.plot(*zip(*points, strict=True), color=colours[name], linewidth=1.2, marker=".", label=label)

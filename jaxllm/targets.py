@@ -33,6 +33,7 @@ SAVED_TARGETS = (
     "jaxllm.data.synthetic",
     "jaxllm.data.hf",
     "jaxllm.data.conversations",
+    "jaxllm.data.mix",
     "jaxllm.data.tokenizer",
     "jaxllm.data.tiktoken",
     "jaxllm.data.vocabulary",

@@ -3,6 +3,7 @@
 from jaxllm.data.corpus import Corpus, Documents, Source
 from jaxllm.data.hf import HF
 from jaxllm.data.loader import Loader
+from jaxllm.data.mix import Mix, MixLoader
 from jaxllm.data.store import TokenStore
 from jaxllm.data.synthetic import Synthetic
 from jaxllm.data.text import Text
@@ -15,6 +16,8 @@ __all__ = [
     "Corpus",
     "Documents",
     "Loader",
+    "Mix",
+    "MixLoader",
     "Source",
     "StreamDecoder",
     "Synthetic",

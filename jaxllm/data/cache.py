@@ -5,6 +5,7 @@ processes that build the same entry cannot harm each other: the first to finish 
 read is built again; where nothing can be written, the tokens live in a temporary folder for one run.
 """
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -13,13 +14,16 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from jaxllm.data.checks import Log, say
-from jaxllm.data.corpus import Corpus, Documents, Source
-from jaxllm.data.store import divide
+from jaxllm.data.corpus import Corpus, Documents, Part, Source
+from jaxllm.data.store import TokenStore, divide
 from jaxllm.data.tokenise import read_tokens, training_texts, write_tokens
 from jaxllm.errors import UserError
 
@@ -70,7 +74,7 @@ def build_temporary(source: Source, documents: Documents, base: Path, name: str,
             f"data: {explain(error, Path(tempfile.gettempdir()))}; "
             "set data.cache_dir=FOLDER to a folder with free space that you may write to"
         ) from None
-    return Corpus(corpus.tokenizer, corpus.train, corpus.val, corpus.facts, corpus.folder, keep)
+    return dataclasses.replace(corpus, keep=keep)
 
 
 def explain(error: OSError, root: Path) -> str:
@@ -106,7 +110,8 @@ def open_entry(entry: Path, val_every: int) -> Corpus:
         tokenizer, store, facts = read_tokens(entry)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(str(error) or type(error).__name__) from error
-    train, val = divide(store, val_every)
+    parts = {name: Part(*divide(part, val_every)) for name, part in parts_of(store, facts).items()}
+    train, val = joined(list(parts.values())) if parts else divide(store, val_every)
     facts |= {
         "fingerprint": entry.name,
         "train_documents": len(train),
@@ -114,7 +119,26 @@ def open_entry(entry: Path, val_every: int) -> Corpus:
         "val_documents": len(val),
         "val_tokens": val.size,
     }
-    return Corpus(tokenizer, train, val, facts, entry)
+    return Corpus(tokenizer, train, val, facts, entry, parts=parts)
+
+
+def parts_of(store: TokenStore, facts: Mapping[str, Any]) -> dict[str, TokenStore]:
+    """The documents of each source of a mix, which lie one after another; of any other corpus, nothing."""
+    ends = np.cumsum([0, *facts.get("parts", {}).values()])
+    return {
+        name: store.select(np.arange(first, last))
+        for name, first, last in zip(facts.get("parts", {}), ends, ends[1:], strict=False)
+    }
+
+
+def joined(parts: list[Part]) -> Part:
+    """The documents of all sources."""
+
+    def join(stores: list[TokenStore]) -> TokenStore:
+        starts, lengths = (np.concatenate([getattr(s, name) for s in stores]) for name in ("starts", "lengths"))
+        return TokenStore(stores[0].tokens, starts, lengths, stores[0].trained)
+
+    return Part(join([p.train for p in parts]), join([p.val for p in parts]))
 
 
 def build(source: Source, documents: Documents, base: Path, root: Path, name: str, log: Log) -> Corpus:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxllm.data import checks
 from jaxllm.data.checks import Log
@@ -42,6 +42,7 @@ class Documents:
     size:     bytes on disk, where known, for the progress line.
     masked:   whether some documents have untrained pieces.
     encoder:  of conversations: from the tokenizer, what gives the ids of one and which of them are trained.
+    parts:    of a mix, its sources by name, which `read` goes through one after another.
     """
 
     identity: dict[str, Any]
@@ -50,6 +51,14 @@ class Documents:
     size: int | None = None
     masked: bool = False
     encoder: Callable[[Tokenizer], Encoder] | None = None
+    parts: Mapping[str, "Documents"] = field(default_factory=dict)
+
+
+class Part(NamedTuple):
+    """One source of a mix: its documents among those of the corpus."""
+
+    train: TokenStore
+    val: TokenStore
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,8 @@ class Corpus:
     """Tokenised text, ready to load. `val` has no documents when `val_every` is 0.
 
     facts: documents, bytes, sha256 (of the UTF-8 text, each document followed by a zero byte), tokens, fingerprint and
-    what the source adds (Python version, paths, ...). folder: where the tokens lie.
+    what the source adds (Python version, paths, ...). folder: where the tokens lie. parts, weights: of a mix, its sources by name and the
+    share of training rows that each gets.
     """
 
     tokenizer: Tokenizer
@@ -66,6 +76,8 @@ class Corpus:
     facts: dict[str, Any]
     folder: Path
     keep: tempfile.TemporaryDirectory[str] | None = None  # owns `folder` where no lasting cache could be written
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

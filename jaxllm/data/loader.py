@@ -90,7 +90,11 @@ class Loader:
         """
         if step < 0:
             raise ValueError(f"step {step} < 0")
-        epoch, row = np.divmod(self._rows(step), self.rows_per_epoch)
+        return self.rows(self._rows(step))
+
+    def rows(self, numbers: np.ndarray) -> Batch:
+        """Rows of the endless list by their numbers, which must not fall."""
+        epoch, row = np.divmod(numbers, self.rows_per_epoch)
         parts = [self._gather(self._plan(int(e)), row[epoch == e]) for e in np.unique(epoch)]
         return parts[0] if len(parts) == 1 else {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
 
@@ -111,6 +115,11 @@ class Loader:
         Close it, or use it in a `with`; an error while making a batch is raised where the batch would have come.
         """
         return Prefetch(self.batch, start, depth, stop)
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Where the data stands before a step: rows taken, and how many passes those are."""
+        taken = step * self.batch_size
+        return {"rows": taken, "epochs": taken / self.rows_per_epoch}
 
     def facts(self) -> dict[str, Any]:
         """What decides the order of tokens; two runs with equal facts see equal rows."""

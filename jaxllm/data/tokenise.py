@@ -43,6 +43,10 @@ def pieces(document: Document) -> Pieces:
 
 def training_texts(documents: Documents, val_every: int) -> Iterator[str]:
     """Texts a tokenizer may be trained on: those of the training documents, also where `divide` must cut one."""
+    if documents.parts:
+        for part in documents.parts.values():
+            yield from training_texts(part, val_every)
+        return
     cut, kept = _held_tail(documents, val_every)
     for index, document in enumerate(filter(None, map(pieces, documents.read()))):
         text = "".join(text for text, _ in document)
@@ -81,6 +85,13 @@ def batches(documents: Documents) -> Iterator[list[tuple[Document, Pieces]]]:
         yield batch
 
 
+def parted(documents: Documents) -> Iterator[tuple[str, list[tuple[Document, Pieces]]]]:
+    """The batches of each source of a mix, with its name; of any other source, under an empty one."""
+    for part, source in (documents.parts or {"": documents}).items():
+        for batch in batches(source):
+            yield part, batch
+
+
 def rows(
     tokenizer: Tokenizer, batch: list[tuple[Document, Pieces]], encode: Encoder | None, dtype: np.dtype[Any]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -110,19 +121,22 @@ def write_tokens(documents: Documents, tokenizer: Tokenizer, place: Path, log: L
     """Writes an entry's files into `place`, flushed to disk. Raises UserError when there is no text."""
     name = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     lengths: list[int] = []
+    counts: dict[str, int] = {}
     size, begun, digest = 0, time.monotonic(), hashlib.sha256()
     told = begun
     with ExitStack() as stack:
         tokens = stack.enter_context(flushed(place / "tokens.bin"))
         trained = stack.enter_context(flushed(place / "trained.bin")) if documents.masked else None
-        encode = None if documents.encoder is None else documents.encoder(tokenizer)
-        for batch in batches(documents):
-            for (_, parts), (row, mask) in zip(batch, rows(tokenizer, batch, encode, DTYPES[name]), strict=True):
+        for part, batch in parted(documents):
+            source = documents.parts.get(part, documents)
+            encode = None if source.encoder is None else source.encoder(tokenizer)
+            counts[part] = counts.get(part, 0) + len(batch)
+            for (_, texts), (row, mask) in zip(batch, rows(tokenizer, batch, encode, DTYPES[name]), strict=True):
                 tokens.write(row.tobytes())
                 if trained is not None:
                     trained.write(mask.tobytes())
                 lengths.append(len(row))
-                raw = utf8("".join(text for text, _ in parts))
+                raw = utf8("".join(text for text, _ in texts))
                 size += len(raw)
                 digest.update(raw + b"\0")
             if time.monotonic() - told > 2:
@@ -141,6 +155,10 @@ def write_tokens(documents: Documents, tokenizer: Tokenizer, place: Path, log: L
         "tokens": sum(lengths),
         "vocab_size": tokenizer.vocab_size,
     }
+    if documents.parts:
+        if empty := [part for part in documents.parts if not counts.get(part)]:
+            raise UserError(f"data.sources.{empty[0]}: holds no text ({json.dumps(documents.parts[empty[0]].facts)})")
+        facts["parts"] = counts
     with flushed(place / "meta.json") as out:
         out.write(json.dumps({"dtype": name, "masked": documents.masked, "facts": facts}, indent=1).encode())
     say(

@@ -23,6 +23,7 @@ from jaxllm.config import CONF, Config
 from jaxllm.data.checks import Log
 from jaxllm.data.corpus import Corpus, Source
 from jaxllm.data.loader import Loader
+from jaxllm.data.mix import MixLoader
 from jaxllm.data.soft_labels import SoftLabels, description
 from jaxllm.data.store import TokenStore
 from jaxllm.data.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
@@ -288,21 +289,37 @@ class _Opener:
             corpus = _with_tokenizer(source, corpus.tokenizer).prepare(self.io.log, self.cfg.original_cwd)
         hosts = {"host": jax.process_index(), "hosts": jax.process_count()}
         seed = self.seed + 7919 * stage.index
+        labels = self._labels(stage, corpus)
+
         # Each stage shuffles anew: one that only changes the length must not start over with the rows of the first.
-        loader = Loader(
-            corpus.train, stage.batch_size, stage.seq_len, seed, **hosts, labels=self._labels(stage, corpus)
-        )
+        def load(store: TokenStore) -> Loader:
+            return Loader(store, stage.batch_size, stage.seq_len, seed, **hosts, labels=labels)
+
+        loader: Loader | MixLoader
+        if corpus.parts:
+            loader = MixLoader({name: load(part.train) for name, part in corpus.parts.items()}, corpus.weights)
+        else:
+            loader = load(corpus.train)
         if len(corpus.val) == 0:
             return Data(loader)
         # In one fixed shuffled order: a pass that is cut short (eval_batches) then reads from all documents, not the first ones.
         held_out = Loader(corpus.val, stage.batch_size // stage.accumulate, stage.seq_len, seed=0, **hosts)
-        return Data(loader, held_out.epoch, corpus.tokenizer.token_bytes())
+        parts = {
+            name: Loader(part.val, stage.batch_size // stage.accumulate, stage.seq_len, seed=0, **hosts).epoch
+            for name, part in corpus.parts.items()
+            if len(part.val)
+        }
+        return Data(loader, held_out.epoch, corpus.tokenizer.token_bytes(), parts)
 
     def _labels(self, stage: Stage, corpus: Corpus) -> SoftLabels | None:
         """A teacher's labels of this stage's rows, where an objective reads some."""
         for name, objective in stage.objectives.items():
             if isinstance(objective, Distill) and objective.labels:
                 key = f"objective.{name}.labels={objective.labels}"
+                if corpus.parts:
+                    raise UserError(
+                        f"{key}: labels are of the rows of one source, and data is a mix of {len(corpus.parts)}"
+                    )
                 labels = _labels(self.cfg, stage.objectives, key)
                 labels.check(description(corpus.facts, corpus.train, stage.seq_len), key)
                 return labels

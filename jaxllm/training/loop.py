@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,6 +24,7 @@ from jax.sharding import Mesh
 
 from jaxllm.checkpoint import Checkpoints
 from jaxllm.data.loader import Loader
+from jaxllm.data.mix import MixLoader
 from jaxllm.errors import UserError
 from jaxllm.measure.memory import check_room
 from jaxllm.measure.trackers import Tracker
@@ -47,11 +49,12 @@ Teachers = Mapping[str, tuple[LanguageModel, Params]]
 
 class Data(NamedTuple):
     """What a stage reads. `validation()` starts a fresh pass, None = nothing is held out; `token_bytes`: see
-    `Evaluator`."""
+    `Evaluator`. parts: validation of each source of a mix, by name."""
 
-    loader: Loader
+    loader: Loader | MixLoader
     validation: Callable[[], Iterable[Batch]] | None = None
     token_bytes: np.ndarray | None = None
+    parts: Mapping[str, Callable[[], Iterable[Batch]]] = MappingProxyType({})
 
 
 class Sampler(Protocol):
@@ -133,6 +136,8 @@ class Loop:
         self.loss = math.nan if before.get("loss") is None else float(before["loss"])
         self._speed: float | None = before.get("tokens_per_s")
         self.val: dict[str, float] = {}
+        self._loaders: dict[int, Loader | MixLoader] = {}
+        self._before: Mapping[str, Any] = before.get("data_position") or {}
         self._flight: InFlight | None = None
         self._new_compile_s: float | None = None
         self._flops = 0.0
@@ -172,6 +177,7 @@ class Loop:
     def _stage(self, stage: Stage, state: TrainState) -> tuple[TrainState, bool]:
         begin, last = int(state.step), stage is self.stages[-1]
         data = self.data(stage)
+        self._loaders[stage.index] = data.loader
         evaluator = Evaluator(
             stage.model,
             data.token_bytes,
@@ -187,6 +193,10 @@ class Loop:
             return state, False
         if begin == stage.start and stage.index:
             state = self._enter(stage, state)
+        if begin > stage.start and self._before.get("order", data.loader.facts()) != data.loader.facts():
+            self.outside.log(
+                f"data: not the text or the mix that the first {begin} steps read; what follows is read as it is now"
+            )
         feed = data.loader.prefetch(begin - stage.start, self.settings.prefetch, stage.steps)
         try:
             index, batch = next(feed)
@@ -297,6 +307,9 @@ class Loop:
                 return {}
             with self._mesh():
                 self.val = evaluator(state.averaged, data.validation(), self.settings.eval_batches)
+                for part, batches in data.parts.items():
+                    score = evaluator(state.averaged, batches(), self.settings.eval_batches)
+                    self.val |= {f"{part}/{name}": score[name] for name in ("loss", "bpb")}
             step = int(state.step)
             self.outside.tracker.log(step, {f"val/{name}": value for name, value in self.val.items()})
             if getattr(self.outside.tracker, "histograms", False):
@@ -312,7 +325,17 @@ class Loop:
         if self.outside.checkpoints is not None:
             meta = {**self.outside.meta, "step": step, "tokens": self.tokens, "loss": _json(self.loss), "val": self.val}
             meta["tokens_per_s"] = self.speed
+            meta["data_position"] = self._position(step)
             self.outside.checkpoints.save(step, stored(state, self.stages[0].model, self.declared), meta, score)
+
+    def _position(self, step: int) -> dict[str, Any]:
+        """Which data the last step came from and where that stands now: a function of the step, written down for whoever asks."""
+        stage = stage_at(self.stages, max(step - 1, 0))
+        loader = self._loaders.get(stage.index)
+        if loader is None:
+            return {}
+        taken = {"stage": stage.name, "step": step - stage.start, "taken": loader.position(step - stage.start)}
+        return taken | {"order": loader.facts()}
 
     def _settle(self, stage: Stage, state: TrainState) -> None:
         flight, self._flight = self._flight, None

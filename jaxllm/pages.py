@@ -147,7 +147,7 @@ def leaves_of(make: Callable[[int, int], Any], length: int) -> tuple[Leaf, ...]:
     rings = [_in_ring(whole, path) for path, _ in jax.tree_util.tree_leaves_with_path(whole)]
     out = []
     for i, (a, b, ring) in enumerate(zip(long, short, rings, strict=True)):
-        axis = next((j for j, (x, y) in enumerate(zip(a, b, strict=True)) if 2 * y <= x <= 2 * y + 1), None)
+        axis = next((j for j, (x, y) in enumerate(zip(a, b, strict=True)) if y < x and 2 * y <= x <= 2 * y + 1), None)
         out.append(Leaf(None, 1) if ring or axis is None else Leaf(axis, _tokens(shapes, i, axis, length)))
     return tuple(out)
 

@@ -34,10 +34,23 @@ def test_leaves_are_pooled_by_how_they_grow():
     for window in (5, 64):  # a ring that the length cuts short grows with it, and is a ring all the same
         ring = leaves_of(lambda b, n, w=window: RingCache.zeros(b, 2, min(n, w), 4, 4, "float32"), 32)
         assert ring == (state, state, state)
-    recurrent = leaves_of(lambda b, n: RecurrentCache.zeros((b, 2, 4, 4), 3, 8, 5, 2, "float32"), 32)
-    assert recurrent == (state, state, state)
+    for draft in (0, 2):  # no drafts: an axis of no places, at any length
+        recurrent = leaves_of(lambda b, n, d=draft: RecurrentCache.zeros((b, 2, 4, 4), 3, 8, 5, d, "float32"), 32)
+        assert recurrent == (state, state, state)
     for m in (3, 4, 5):
         assert leaves_of(compressed(m), 64) == (state, state, Leaf(1, m), Leaf(1, m))
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [("kda", "sss"), ("swa_global", "sss"), ("csa", "ss44"), ("mla", "11"), ("dsa_pooled", "112s")],
+)
+def test_every_kind_is_pooled_alike_with_drafts_and_without(kind, places):
+    """s: a state; a number: the tokens of a place."""
+    make = component("mixer", kind)(d_model=256, parent=None).init_cache
+    for draft in (0, 3):
+        leaves = leaves_of(functools.partial(make, dtype="float32", draft=draft), 768)
+        assert "".join("s" if leaf.axis is None else str(leaf.tokens) for leaf in leaves) == places
 
 
 def test_a_page_of_part_of_an_entry_is_refused():

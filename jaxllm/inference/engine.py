@@ -11,6 +11,7 @@ of a batch, no chunk, preemption or reused prefix changes what the model compute
 """
 
 import dataclasses
+import functools
 import itertools
 import secrets
 import threading
@@ -36,6 +37,7 @@ from jaxllm.inference.scheduler import Chunk, Plan, Scheduler
 from jaxllm.inference.settings import EngineSettings
 from jaxllm.inference.texting import TextStream
 from jaxllm.model import LanguageModel
+from jaxllm.pages import leaves_of
 from jaxllm.params import unstack
 
 DEFAULT_LENGTH = 2048  # of the longest sequence, where the model sets no limit
@@ -142,7 +144,10 @@ class Engine:
         pages = 0 if sizes.contiguous else min(sizes.pages, (s.pages or sizes.pages) + 1)
         shares = self.runner.shares
         first = 0 if sizes.contiguous else 1
-        self.places = Places(pages, sizes.page_size, sizes.slots, reuse=s.prefix_cache and shares, first_slot=first)
+        snapshots = None if shares else sizes.snapshots
+        self.places = Places(
+            pages, sizes.page_size, sizes.slots, reuse=s.prefix_cache, first_slot=first, snapshots=snapshots
+        )
         self.scheduler = Scheduler(
             self.places,
             budget=s.step_tokens,
@@ -298,6 +303,7 @@ class Engine:
 
     def _dispatch(self, plan: Plan) -> None:
         self.runner.copy([(source, target) for _, source, target in plan.copied])
+        self.runner.copy_states([(source, target) for _, source, target in plan.restored])
         for request in plan.opened:
             self._opened(request)
         if plan.decodes:
@@ -305,6 +311,7 @@ class Engine:
             self._draw(self.runner.forward(batch), order)
         for chunks in self._calls(plan.chunks):
             self._compute(chunks)
+        self.runner.copy_states([(source, target) for _, source, target in plan.saved])
 
     def _opened(self, request: Request) -> None:
         if not request.preemptions:
@@ -571,4 +578,15 @@ def sizes_of(model: LanguageModel, s: EngineSettings) -> Sizes:
         raise UserError(f"server.row_buckets: {list(rows)} has no place for rows={s.rows}")
     if widths[-1] < most:
         raise UserError(f"server.width_buckets: {list(widths)} has no place for {most} pages, of max_len={length}")
-    return Sizes(s.rows, length, pages + 1, s.page_size, rows, tokens, widths, max(s.step_tokens, tokens[-1]))
+    snapshots = (
+        (s.rows if s.snapshots is None else s.snapshots) if s.prefix_cache and not shares(model, s.page_size) else 0
+    )
+    call = max(s.step_tokens, tokens[-1])
+    return Sizes(s.rows, length, pages + 1, s.page_size, rows, tokens, widths, call, snapshots)
+
+
+def shares(model: LanguageModel, page_size: int) -> bool:
+    """Whether all that the model remembers of a row grows with it, and so lies in pages."""
+    roles = {role for group in model.groups for role, _ in group.period}
+    kinds = (functools.partial(model.mixer(role).init_cache, dtype=model.compute_dtype) for role in roles)
+    return all(leaf.axis is not None for make in kinds for leaf in leaves_of(make, 2 * page_size))

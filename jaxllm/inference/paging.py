@@ -12,16 +12,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxllm.inference.blocks import BlockPool, Identity, Record
+from jaxllm.inference.snapshots import Snapshots
 
 
 @dataclass(eq=False)
 class Place:
-    """Where one sequence's cache lies. `records`: of its first full pages, those that are computed and findable."""
+    """Where one sequence's cache lies. `records`: of its first full pages, those that are computed and findable. `start`: the snapshot that
+    its state begins from. `copied`: snapshots of its own whose pages have no record yet, (tokens, slot)."""
 
     identity: Identity
     slot: int
     pages: list[int] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    start: int | None = None
+    copied: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Places:
@@ -30,12 +34,23 @@ class Places:
     Args:
         pages, page_size: of the pools, page 0 included; pages = 0: contiguous caches, one row a slot, nothing shared.
         slots: rows that may be held at once: numbers `first_slot`, `first_slot` + 1 ...
-        reuse: whether prefixes may be reused; never where a layer keeps a state, which cannot be cut to a prefix.
+        reuse: whether prefixes may be reused. snapshots: None: all that a row remembers lies in its pages; else a layer keeps a state,
+            and a prefix is reused up to where one of so many copies was made (`snapshots.py`), whose slots follow those of the rows.
     """
 
-    def __init__(self, pages: int, page_size: int, slots: int, *, reuse: bool = True, first_slot: int = 1):
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        slots: int,
+        *,
+        reuse: bool = True,
+        first_slot: int = 1,
+        snapshots: int | None = None,
+    ):
         self.pool = BlockPool(pages, page_size) if pages else None
-        self.reuse = reuse and self.pool is not None
+        self.reuse = reuse and self.pool is not None and snapshots != 0
+        self.snapshots = Snapshots(snapshots, first_slot + slots) if snapshots and self.reuse else None
         self.page_size, self.slots = page_size, slots
         self._first_slot = first_slot
         self._free_slots = list(range(first_slot + slots - 1, first_slot - 1, -1))
@@ -76,6 +91,9 @@ class Places:
             assert record is not None
             pages.append(page)
             records.append(record)
+        while self.snapshots is not None and records and records[-1] not in self.snapshots:
+            pages.pop()
+            records.pop()
         return pages, records
 
     def missing(self, tokens: Sequence[int], identity: Identity, length: int) -> int:
@@ -101,8 +119,25 @@ class Places:
         for page in pages:
             assert self.pool is not None
             self.pool.hold(page)
+        if records and self.snapshots is not None:
+            place.start = self.snapshots.use(records[-1])
         self.places[place.slot] = place
         return place, len(pages) * self.page_size
+
+    def cut(self, start: int, count: int, prompt: int) -> int:
+        """How many of `count` tokens from `start` on to compute in one piece of a prompt of `prompt` tokens: where states are copied, up to
+        the last page border in them, and up to the last one before the prompt's last token."""
+        end = min(start + count, (prompt - 1) // self.page_size * self.page_size)
+        end -= end % self.page_size
+        return count if self.snapshots is None or end <= start else end - start
+
+    def snapshot(self, place: Place, length: int) -> tuple[int, int] | None:
+        """Copy the state after `length` tokens, (from, to), if that is a page border and a snapshot can be had."""
+        slot = None if self.snapshots is None or length % self.page_size else self.snapshots.take()
+        if slot is None:
+            return None
+        place.copied.append((length, slot))
+        return place.slot, slot
 
     def extend(self, place: Place, start: int, length: int) -> list[tuple[int, int]]:
         """Make tokens `start .. length - 1` writable. Returns the pages to copy first, (from, to): those that others hold as well."""
@@ -129,7 +164,12 @@ class Places:
         size = self.page_size
         for i in range(len(place.records), count // size):
             parent = place.records[-1] if place.records else place.identity
-            place.records.append(self.pool.record(place.pages[i], parent, tokens[i * size : (i + 1) * size]))
+            record = self.pool.record(place.pages[i], parent, tokens[i * size : (i + 1) * size])
+            place.records.append(record)
+            for length, slot in [c for c in place.copied if c[0] == (i + 1) * size]:
+                assert self.snapshots is not None
+                self.snapshots.keep(record, slot)
+                place.copied.remove((length, slot))
 
     def fork(self, place: Place, length: int) -> Place:
         """A second sequence with the same first `length` tokens, in the same pages: whoever writes first copies."""
@@ -147,7 +187,10 @@ class Places:
         self._free_slots.append(place.slot)
         if self.pool is not None:
             self.pool.release(reversed(place.pages))
-        place.pages, place.records = [], []
+        for _, slot in place.copied:
+            assert self.snapshots is not None
+            self.snapshots.give_back(slot)
+        place.pages, place.records, place.copied = [], [], []
 
     def reset(self) -> None:
         """The pools were lost and made anew: nothing in them is worth finding."""
@@ -155,6 +198,8 @@ class Places:
             self.close(place)
         if self.pool is not None:
             self.pool.forget_all()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     # --- invariants -----------------------------------------------------------------------------------------------
 
@@ -166,6 +211,8 @@ class Places:
         if self.pool is None:
             return
         self.pool.check(p.pages for p in self.places.values())
+        if self.snapshots is not None:
+            self.snapshots.check(slot for place in self.places.values() for _, slot in place.copied)
         for place in self.places.values():
             for page, record in zip(place.pages, place.records, strict=False):
                 assert len(record.tokens) == self.page_size

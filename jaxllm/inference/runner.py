@@ -13,7 +13,7 @@ step starts without the host having seen it.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ COPIES = 8  # pages that one call copies
 
 class Sizes(NamedTuple):
     """Shapes of everything. rows, tokens, widths: the bucket lists, ascending. pages 0: contiguous, one row a slot. call: tokens, padding
-    included, of a call on several prompts at most."""
+    included, of a call on several prompts at most. snapshots: slots for copies of states, behind those of the rows."""
 
     slots: int
     length: int
@@ -53,6 +53,7 @@ class Sizes(NamedTuple):
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
     call: int = 0
+    snapshots: int = 0
 
     @property
     def contiguous(self) -> bool:
@@ -114,6 +115,7 @@ class Runner:
         self._draw = jax.jit(self._counted("draw", self._draw_call), donate_argnums=1)
         self._top = jax.jit(self._counted("top", self._top_call))
         self._copy = jax.jit(self._counted("copy", self._copy_call), donate_argnums=0)
+        self._copy_states = jax.jit(self._counted("copy states", self._copy_states_call), donate_argnums=0)
         self._remember = jax.jit(self._counted("remember", self._remember_call), donate_argnums=0)
         self.reset()
 
@@ -124,7 +126,8 @@ class Runner:
         slots = s.slots if s.contiguous else s.slots + 1
         self.cache: Any = None  # free the old ones first
         self.drawer: Any = None
-        self.cache = jax.jit(lambda: self.model.init_cache(slots, s.length, self.dtype, pages=pages))()
+        states = slots + s.snapshots
+        self.cache = jax.jit(lambda: self.model.init_cache(states, s.length, self.dtype, pages=pages))()
         history = jax.jit(lambda: History.empty(slots, self.vocab_size))()
         self.drawer = Drawer(jnp.zeros(slots, jnp.int32), history)
 
@@ -134,7 +137,7 @@ class Runner:
 
     @property
     def shares(self) -> bool:
-        """Whether all that the model remembers of a row lies in pages: else no prefix can be reused and no row forked."""
+        """Whether all that the model remembers of a row lies in pages: else a prefix is reused by copies of states, and no row forked."""
         layers = jax.tree.leaves(self.cache, is_leaf=lambda x: isinstance(x, Paged))
         return all(isinstance(layer, Paged) and layer.shares for layer in layers)
 
@@ -216,6 +219,12 @@ class Runner:
             lambda layer: layer.copy(source, target), cache, is_leaf=lambda layer: isinstance(layer, Paged)
         )
 
+    def _copy_states_call(self, cache: Any, source: Array, target: Array) -> Any:
+        """States of the slots `source [COPIES]` over `target`; 0 over 0 is nothing."""
+        return jax.tree.map(
+            lambda layer: layer.copy(source, target, pages=False), cache, is_leaf=lambda layer: isinstance(layer, Paged)
+        )
+
     def _remember_call(self, drawer: Drawer, slot: Array, counts: Array, prompt: Array, bias: Array) -> Drawer:
         old = drawer.history
         history = History(old.counts.at[slot].set(counts), old.prompt.at[slot].set(prompt), old.bias.at[slot].set(bias))
@@ -243,11 +252,13 @@ class Runner:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages, in groups: no page of one group is both a source and a target of it (targets are fresh)."""
-        for start in range(0, len(pairs), COPIES):
-            some = np.zeros((2, COPIES), np.int32)
-            group = pairs[start : start + COPIES]
-            some[:, : len(group)] = np.array(group, np.int32).T
-            self.cache = self._copy(self.cache, some[0], some[1])
+        for source, target in _groups(pairs):
+            self.cache = self._copy(self.cache, source, target)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy what rows remember besides their pages, slot to slot, in groups likewise."""
+        for source, target in _groups(pairs):
+            self.cache = self._copy_states(self.cache, source, target)
 
     def remember(
         self, slot: int, prompt: Sequence[int], outputs: Sequence[int], bias: Sequence[tuple[int, float]]
@@ -292,6 +303,8 @@ class Runner:
             self._timed("top", (rows,), self.top, logits)
         if not s.contiguous:
             self._timed("copy", (COPIES,), self.copy, [(0, 0)])
+        if s.snapshots:
+            self._timed("states", (COPIES,), self.copy_states, [(0, 0)])
         self._timed("remember", (1,), self.remember, 0, [], [], ())
         self._warm = True
 
@@ -299,6 +312,15 @@ class Runner:
         start = time.perf_counter()
         jax.block_until_ready((run(*args), self.cache, self.drawer))
         self.report.append({"call": call, "shape": shape, "seconds": round(time.perf_counter() - start, 3)})
+
+
+def _groups(pairs: Sequence[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """Pairs as `[2, COPIES]`, filled up with copies of nothing."""
+    for start in range(0, len(pairs), COPIES):
+        some = np.zeros((2, COPIES), np.int32)
+        group = pairs[start : start + COPIES]
+        some[:, : len(group)] = np.array(group, np.int32).T
+        yield some
 
 
 def bucket(sizes: Sequence[int], n: int) -> int:

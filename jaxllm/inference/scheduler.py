@@ -36,12 +36,14 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """One step. copied: pages to copy first, for whom, from and to. decodes: requests that compute their newest token. opened: those that
-    are new in their slots."""
+    """One step. copied: pages to copy first, for whom, from and to; restored: states likewise, and saved: those to copy last. decodes:
+    requests that compute their newest token. opened: those that are new in their slots."""
 
     decodes: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     copied: list[tuple[Request, int, int]] = field(default_factory=list)
+    restored: list[tuple[Request, int, int]] = field(default_factory=list)
+    saved: list[tuple[Request, int, int]] = field(default_factory=list)
     opened: list[Request] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -146,13 +148,16 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int, plan: Plan) -> int:
         """Compute a piece of the request's tokens; how many."""
-        count = min(request.left, self.chunk, budget)
+        count = self.places.cut(request.computed, min(request.left, self.chunk, budget), len(request.prompt))
         if count < 1 or not self._room(request, count, plan):
             return 0
         last = count == request.left and not request.full
         plan.chunks.append(Chunk(request, request.computed, count, last))
         request.computed += count
         request.drawn += last
+        assert request.place is not None
+        if request.computed < len(request.prompt) and (pair := self.places.snapshot(request.place, request.computed)):
+            plan.saved.append((request, *pair))
         return count
 
     def _room(self, request: Request, count: int, plan: Plan) -> bool:
@@ -173,9 +178,10 @@ class Scheduler:
         plan.decodes = [r for r in plan.decodes if r is not victim]
         plan.chunks = [c for c in plan.chunks if c.request is not victim]
         plan.opened = [r for r in plan.opened if r is not victim]
-        plan.copied = [
-            c for c in plan.copied if c[0] is not victim
-        ]  # their targets may be handed out again in this very step
+        # Targets of copies may be handed out again in this very step.
+        plan.copied, plan.restored, plan.saved = (
+            [c for c in copies if c[0] is not victim] for copies in (plan.copied, plan.restored, plan.saved)
+        )
 
     # --- admission ------------------------------------------------------------------------------------------------
 
@@ -194,6 +200,8 @@ class Scheduler:
             self._open(request)
             insort(self.running, request, key=lambda r: r.number)
             plan.opened.append(request)
+            if request.place is not None and request.place.start is not None:
+                plan.restored.append((request, request.place.start, request.place.slot))
             if request.left == 1 and not request.scores:
                 if self._room(request, 1, plan):
                     plan.decodes.append(request)

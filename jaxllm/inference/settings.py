@@ -66,7 +66,8 @@ class EngineSettings:
     step_tokens: tokens that one step computes at most, decoding rows first; it must exceed rows. chunk: the longest piece of a prompt in
     one call. policy: "reserve" = a request starts when it is sure to end; "optimistic" = when its prompt fits, and the youngest is
     computed again when pages run out; "static" = a batch starts when the one before has ended (to compare with). prefix_cache: reuse
-    pages of prompts that begin alike. queue: requests that may wait.
+    pages of prompts that begin alike. snapshots: copies of states that models with recurrent layers or windows keep for that, each as
+    large as a row's; null = as many as rows; 0 = such models reuse nothing. queue: requests that may wait.
 
     row_buckets, token_buckets, width_buckets: shapes that are compiled, ascending: rows of decoding, tokens of a chunk, pages of a row;
     null = powers of two, and of four for widths (one width where every layer reads pages in place). prompt_logprobs: compile also what
@@ -84,6 +85,7 @@ class EngineSettings:
     chunk: int = 256
     policy: str = "reserve"
     prefix_cache: bool = True
+    snapshots: int | None = None
     queue: int = 1024
     row_buckets: list[int] | None = None
     token_buckets: list[int] | None = None
@@ -98,6 +100,8 @@ class EngineSettings:
         if self.policy not in ("reserve", "optimistic", "static"):
             raise UserError(f"server.policy: {self.policy!r} is not one of reserve, optimistic, static")
         check_kernel(self.kernel)
+        if self.snapshots is not None and self.snapshots < 0:
+            raise UserError(f"server.snapshots: {self.snapshots} must be at least 0")
         for name in ("rows", "page_size", "chunk", "queue", "max_len", "pages"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"server.{name}: {value} must be at least 1")

@@ -13,6 +13,11 @@ from jaxllm.inference.requests import State
 from jaxllm.inference.sampling import GREEDY, SamplingParams
 from jaxllm.inference.settings import EngineSettings
 from jaxllm.layers.base import Context
+from jaxllm.layers.gqa import GQA
+from jaxllm.layers.kda import KDA
+from jaxllm.layers.mlp import MLP
+from jaxllm.model import LanguageModel
+from jaxllm.params import init_params
 
 
 @pytest.fixture
@@ -299,6 +304,40 @@ def test_contiguous_caches_give_the_same_tokens():
     engine = Engine(model, params, tokenizer(), settings)
     assert [a.tokens for a in engine.generate(*jobs())] == expected()
     assert engine.places.free_slots == 3
+
+
+def test_a_model_with_states_reuses_a_prefix_by_copies_of_them():
+    """Recurrent layers and rings of windows: the state after the prefix is that of a cold run, whatever else happened."""
+    model = LanguageModel(
+        vocab_size=258,
+        d_model=32,
+        layers="linear/dense local/dense",
+        mixers={
+            "linear": functools.partial(KDA, num_heads=2, head_dim=16),
+            "local": functools.partial(GQA, num_heads=2, window=6),
+        },
+        ffns={"dense": functools.partial(MLP, d_ff=32)},
+        max_seq_len=40,
+    )
+    params = jax.tree.map(lambda leaf: leaf * 2, init_params(model, jax.random.key(1)))
+    shapes = {"row_buckets": [2], "token_buckets": [8], "width_buckets": [10], "prompt_logprobs": False}
+    settings = EngineSettings(rows=2, max_len=40, page_size=4, step_tokens=12, chunk=8, snapshots=3, **shapes)
+    engine = Engine(model, params, tokenizer(), settings)
+    free = SamplingParams(seed=4, max_tokens=8, ignore_eos=True)
+    prompts = [list(range(17)), [*range(8), 99, 98], list(range(50, 70))]
+    engine.arrange(prefix_cache=False)
+    cold = [engine.generate([p], free)[0].tokens for p in prompts]
+    engine.arrange(prefix_cache=True)
+    first = engine.generate(prompts[:1], free)[0]
+    warm = engine.generate([prompts[1], prompts[0], prompts[2]], free)
+    assert (first.cached, [a.cached for a in warm]) == (0, [8, 16, 0])
+    assert [first.tokens, *[a.tokens for a in warm]] == [cold[0], cold[1], cold[0], cold[2]]
+    engine.arrange(preempt_every=3)
+    assert [a.tokens for a in engine.generate([*prompts, prompts[0]], free)] == [*cold, cold[0]]
+    engine.check_places()
+    engine.runner.reset()
+    engine.places.reset()  # what a failed step does
+    assert engine.generate(prompts[:1], free)[0].cached == 0
 
 
 def test_a_burst_of_64_prompts_into_4_rows(engine):

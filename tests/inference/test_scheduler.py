@@ -20,6 +20,7 @@ class FakeDevice:
     def __init__(self, scheduler, late=True):
         self.scheduler, self.late = scheduler, late
         self.pages = {}
+        self.states = {}  # slot -> all tokens that a recurrent layer has been given, where there is one
         self.flying = []
         self.steps = 0
 
@@ -28,12 +29,16 @@ class FakeDevice:
         self.steps += 1
         for _, source, target in plan.copied:
             self.pages[target] = dict(self.pages.get(source, {}))
+        for _, source, target in plan.restored:
+            self.states[target] = self.states[source]
         drawn = []
         for request in plan.decodes:
             drawn.append(self.compute(request, request.computed - 1, 1))
         for chunk in plan.chunks:
             result = self.compute(chunk.request, chunk.start, chunk.count)
             drawn += [result] if chunk.last else []
+        for _, source, target in plan.saved:
+            self.states[target] = self.states[source]
         budget = self.scheduler.budget
         assert plan.tokens <= budget
         self.flying.append(drawn)
@@ -49,6 +54,9 @@ class FakeDevice:
             page = request.place.pages[t // size]
             assert self.scheduler.places.pool.refs[page] == 1, "a shared page is written"
             self.pages.setdefault(page, {})[t % size] = text[t]
+        if self.scheduler.places.snapshots is not None:  # a state goes on from where it was, or from nothing
+            assert not start or self.states[request.place.slot] == tuple(text[t] for t in range(start))
+            self.states[request.place.slot] = tuple(text[t] for t in range(start + count))
         seen = [self.pages[request.place.pages[t // size]][t % size] for t in range(start + count)]
         token = hashlib.sha256(repr((request.seed, seen)).encode()).digest()[0] % 4
         self.device_tokens(request)[start + count] = token
@@ -85,8 +93,10 @@ class FakeDevice:
         return [r.outputs for r in requests]
 
 
-def scheduler(pages=64, size=4, rows=4, budget=16, chunk=8, **kwargs):
-    return Scheduler(Places(pages, size, rows), budget=budget, chunk=chunk, **kwargs)
+def scheduler(pages=64, size=4, rows=4, budget=16, chunk=8, snapshots=None, **kwargs):
+    if snapshots is not None:
+        kwargs["forks"] = False
+    return Scheduler(Places(pages, size, rows, snapshots=snapshots), budget=budget, chunk=chunk, **kwargs)
 
 
 def request(prompt, new, seed=0, **kwargs):
@@ -108,9 +118,11 @@ prompts = st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=14), st.int
     chunk=st.sampled_from([1, 2, 3, 5, 8]),
     late=st.booleans(),
     every=st.sampled_from([None, None, 3, 7]),
+    snapshots=st.sampled_from([None, None, 1, 3]),
 )
-def test_every_request_gets_the_tokens_it_gets_alone(jobs, policy, pages, chunk, late, every):
-    s = scheduler(pages=pages, chunk=chunk, policy=policy, preempt_every=every)
+def test_every_request_gets_the_tokens_it_gets_alone(jobs, policy, pages, chunk, late, every, snapshots):
+    """Of models with states too: the device above asserts that each state is that of the tokens before it."""
+    s = scheduler(pages=pages, chunk=chunk, policy=policy, preempt_every=every, snapshots=snapshots)
     outputs = FakeDevice(s, late).run([request(*job) for job in jobs])
     assert outputs == [alone(*job) for job in jobs]
     if policy == "reserve" and every is None:
@@ -129,6 +141,31 @@ def test_answers_to_one_prompt_share_its_pages(policy):
     assert outputs == [alone(prompt, 6, 5 + i) for i in range(4)]
     assert [r.cached for r in family] == [0, 9, 9, 9]  # all but the last token
     assert len({tuple(o) for o in outputs}) > 1
+
+
+def test_states_are_copied_at_borders_and_the_longest_unused_copy_goes_first():
+    s = scheduler(snapshots=2, rows=2, chunk=8)
+    device = FakeDevice(s)
+    first, second, third = ([i] * 13 for i in range(3))
+
+    def cached(prompt):
+        one = request(prompt, 2)
+        device.run([one])
+        return one.cached
+
+    assert [cached(first), cached(first)] == [
+        0,
+        12,
+    ]  # copies after 8 tokens and after 12, the last border before its last token
+    assert cached(first[:9] + [3]) == 8  # a prompt that goes on differently
+    assert cached(first[:6]) == 0  # pages alone are no use
+    assert [cached(second), cached(first)] == [0, 0] and cached(third) == 0
+    assert [s.places.cut(0, 8, 13), s.places.cut(8, 5, 13), s.places.cut(12, 1, 13), s.places.cut(0, 3, 13)] == [
+        8,
+        4,
+        1,
+        3,
+    ]
 
 
 def test_a_small_pool_preempts_and_loses_nothing():

@@ -6,6 +6,7 @@ pyplot, no style sheet, so that it also works in a thread or beside a notebook's
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ def loss(rows: Sequence[Row], run: str = "") -> Figure | None:
     if len(val):
         last = f"validation ({val[-1]:.3f} at the end{_bits(rows)})"
         axes.plot(val_steps, val, color=ORANGE, linewidth=1.5, marker="o", markersize=5, label=last)
+    stage_lines(axes, rows)
     # One exploding step must not flatten the rest, so the raw curve may leave the picture at the top.
     low, high = _limits(np.concatenate(shown), values)
     axes.set_ylim(low, high)
@@ -80,6 +82,7 @@ def throughput(rows: Sequence[Row], run: str = "") -> Figure | None:
     axes.plot(*thin(steps, speed), color=GREEN, alpha=0.35, linewidth=0.8, label="each logged step")
     axes.plot(*smoothed(steps, speed), color=GREEN, linewidth=2, label="smoothed")
     axes.axhline(median, color=INK, linestyle="--", linewidth=1, label=f"median {median:,.0f}")
+    stage_lines(axes, rows)
     axes.set_ylim(0, 1.15 * float(speed.max()))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     if compiled:
@@ -132,6 +135,21 @@ def smoothed(steps: np.ndarray, values: np.ndarray, most: int = 1000) -> tuple[n
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
     weights = np.convolve(np.ones_like(values), kernel, mode="same")  # less than the whole kernel at both ends
     return steps, np.convolve(values, kernel, mode="same") / weights
+
+
+def stage_starts(steps: Sequence[float] | np.ndarray, stages: Sequence[float] | np.ndarray) -> list[tuple[int, int]]:
+    """(step, stage) wherever `train/stage` changes: how many steps the run had made. The first step of every stage is logged, as it
+    compiles."""
+    pairs = list(zip(steps, stages, strict=True))
+    return [(int(at) - 1, int(now)) for (_, old), (at, now) in itertools.pairwise(pairs) if now != old]
+
+
+def stage_lines(axes: Axes, rows: Sequence[Row]) -> None:
+    """A thin line where each further stage of the run begins, with its number."""
+    for step, stage in stage_starts(*series(rows, "train/stage")):
+        axes.axvline(step, color=GREY, linestyle=":", linewidth=1)
+        place = axes.get_xaxis_transform()
+        axes.text(step, 0.99, f" stage {stage}", transform=place, fontsize=8, color=GREY, va="top", rotation=90)
 
 
 def thin(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:

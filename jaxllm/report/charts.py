@@ -105,16 +105,21 @@ def short(value: float) -> str:
 
 def lines(
     series: Sequence[Line], *, title: str, x: str, y: str, log_x: bool = False, log_y: bool = False,
-    bounds: tuple[float, float] | None = None, words: str = "",
+    bounds: tuple[float, float] | None = None, words: str = "", marks: Sequence[tuple[float, str]] = (),
 ) -> str:  # fmt: skip
-    """bounds: limits of y, null = of the values. words: the description; null = names, first and last values."""
+    """bounds: limits of y, null = of the values. words: the description; null = names, first and last values. marks: (x, name) of events,
+    as vertical lines."""
     series = [Line(s.name, *_points(s.x, s.y), s.colour, s.dashed) for s in series]
     ax = axis(np.concatenate([np.asarray(s.x) for s in series] or [np.zeros(0)]), LEFT, WIDTH - RIGHT, log_x)
     limits = bounds or [v for s in series for v in s.y]
     ay = axis(np.asarray(limits, float), HEIGHT - BOTTOM, TOP, log_y)
     if bounds is not None:
         ay = dataclasses.replace(ay, low=bounds[0], high=bounds[1])
-    body = []
+    body = [
+        f'<line x1="{ax(at):.1f}" x2="{ax(at):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="var(--soft)"'
+        f' stroke-dasharray="2 3"><title>{escape(name)}</title></line>'
+        for at, name in marks
+    ]
     for s in sorted(series, key=lambda s: s.colour != GREY):  # what matters lies on top
         path = _path(s, ax, ay)
         style = f'stroke="{_colour(s.colour)}" stroke-width="{1 if s.colour == GREY else 2}"'

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from jaxllm.measure.plots import stage_starts
 from jaxllm.report import charts, page
 from jaxllm.report.charts import GREY, Line, Point, short
 from jaxllm.report.runs import Run, differing, pareto, seeds
@@ -41,6 +42,7 @@ WORDS = {
 }
 CURVES = ("train/loss", "val/loss", "val/bpb", "train/tokens_per_s", "train/grad_norm", "train/lr")
 LOG = ("train/grad_norm",)
+STAGE = "train/stage"  # no curve of its own: where it changes, others are marked
 
 
 def report(runs: Sequence[Run], out: Path, title: str = "Runs compared") -> str:
@@ -109,19 +111,28 @@ def curves(runs: Sequence[Run], ranks: dict[str, int]) -> list[str]:
         if not shown:
             continue
         series = [Line(run.label, *run.curves[key], colour=ranks[run.label]) for run in shown]
-        words = _ends(series)
+        words, marks = _ends(series), stage_marks(shown)
+        bounds = _bulk(series, key)
         picture = charts.lines(
-            series, title=key, x="step", y=WORDS[key], log_y=key in LOG, bounds=_bulk(series, key), words=words
+            series, title=key, x="step", y=WORDS[key], log_y=key in LOG, bounds=bounds, words=words, marks=marks
         )
         legend = [(line.colour, line.name) for line in series if line.colour != GREY]
         rest = len(series) - len(legend)
-        caption = f"{words}." + (f" In grey: {rest} other runs." if rest else "")
+        stages = f" Dotted: {', '.join(name for _, name in marks)}." if marks else ""
+        caption = f"{words}.{stages}" + (f" In grey: {rest} other runs." if rest else "")
         rows = [
             ["run", "first", "lowest", "last"],
             *([s.name, *map(short, (s.y[0], min(s.y), s.y[-1]))] for s in series),
         ]
         out.append(page.figure(picture, caption, legend=legend, data=page.table(rows)))
     return out
+
+
+def stage_marks(runs: Sequence[Run]) -> list[tuple[float, str]]:
+    """Where stages begin, if that is the same in all runs that have some: the lines of several plans would say nothing."""
+    plans = {tuple(stage_starts(*run.curves[STAGE])) for run in runs if STAGE in run.curves}
+    found = [plan for plan in plans if plan]
+    return [(float(step), f"stage {stage} from step {step}") for step, stage in found[0]] if len(found) == 1 else []
 
 
 def paretos(runs: Sequence[Run], ranks: dict[str, int]) -> list[str]:

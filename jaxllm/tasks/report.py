@@ -117,7 +117,7 @@ def read_run(folder: Path, label: str, costs: Costs) -> Run:
 def read_curves(folder: Path) -> dict[str, Curve]:
     rows = read_metrics(folder)
     out: dict[str, Curve] = {}
-    for key in compare.CURVES:
+    for key in (*compare.CURVES, compare.STAGE):
         steps, values = series(rows, key)
         if key in SMOOTHED:
             steps, values = smoothed(steps, values, most=200)

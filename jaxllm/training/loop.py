@@ -150,6 +150,7 @@ class Loop:
         saved."""
         step = int(state.step)
         interrupted = False
+        self._tell_stages(step)
         for stage in self.stages[stage_at(self.stages, step).index :]:
             state, interrupted = self._stage(stage, state)
             if interrupted:
@@ -165,6 +166,29 @@ class Loop:
             skipped=int(state.skipped),
             interrupted=interrupted,
         )
+
+    def _tell_stages(self, step: int) -> None:
+        """The plan of a run of several stages: a table where it begins, and where each stage starts in the summary."""
+        if len(self.stages) == 1:
+            return
+        self.outside.tracker.summary({f"stage/{s.name}/start": s.start for s in self.stages})
+        if step == 0:
+            columns = ["stage", "name", "start", "end", "seq_len", "batch_size", "lr", "frozen", "data"]
+            rows = [
+                [
+                    s.index,
+                    s.name,
+                    s.start,
+                    s.end,
+                    s.seq_len,
+                    s.batch_size,
+                    s.optimiser.lr,
+                    len(s.frozen),
+                    source_name(s),
+                ]
+                for s in self.stages
+            ]
+            self.outside.tracker.table(step, "stages", columns, rows)
 
     @property
     def speed(self) -> float | None:
@@ -424,6 +448,11 @@ class _Ended(Exception):
     def __init__(self, error: UserError):
         super().__init__(str(error))
         self.error = error
+
+
+def source_name(stage: Stage) -> str:
+    """The kind of a stage's own text, in a word; empty where it reads the run's."""
+    return "" if stage.data is None else str(stage.data.get("_target_", "")).rpartition(".")[2]
 
 
 def judged(val: Mapping[str, float]) -> float | None:

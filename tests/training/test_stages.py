@@ -2,14 +2,22 @@
 
 import dataclasses
 import functools
+import io
+import json
 
 import pytest
 
+from jaxllm.checkpoint import read_meta
 from jaxllm.compose import compose
 from jaxllm.config import Config
 from jaxllm.errors import UserError
+from jaxllm.measure.jsonl import read_metrics
+from jaxllm.measure.plots import loss, series, stage_starts
 from jaxllm.params import declare
-from jaxllm.tasks import train
+from jaxllm.report import compare
+from jaxllm.report.runs import Run
+from jaxllm.tasks import Stop, TaskIO, train
+from jaxllm.tasks.report import read_curves
 from jaxllm.tasks.source import staged
 from jaxllm.training.schedules import Constant
 from jaxllm.training.settings import StageSettings, TrainSettings
@@ -124,3 +132,59 @@ def test_four_stages_from_text_to_answers():
         assert staged(saved, step, {})["model.mixers.global.rope._target_"].endswith(f".{name}"), step
     typed = {"model.mixers.global.rope": saved["model.mixers.global.rope"]}
     assert staged(saved, 700, typed)["model.mixers.global.rope._target_"].endswith(".RoPE")
+
+
+SMALL = [
+    "model.layers=1* global/dense",
+    "model.d_model=32",
+    "model.mixers.global.num_heads=2",
+    "model.ffns.dense.d_ff=32",
+]
+SMALL += ["data.tokenizer.vocab_size=300", "track=none", "mesh=single", "train.eval_every=0", "train.eval_batches=1"]
+SMALL += ["train.seq_len=16", "train.batch_size=4", "train.steps=7", "stages.0.steps=2", "stages.1.steps=2"]
+SMALL += ["stages.2.steps=2", "stages.2.seq_len=32", "stages.2.data.sources.far.filler=20", "stages.3.seq_len=24"]
+
+
+def test_four_stages_run_through_and_go_on_in_the_middle(tmp_path):
+    """Stopped inside the third stage and gone on with: every stage's own text, mixes counted in the checkpoint, boundaries drawn."""
+    (tmp_path / "book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    talk = [{"role": "user", "content": "Water?"}, {"role": "assistant", "content": "Yes."}]
+    (tmp_path / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    typed = [
+        "+experiment=four_stages",
+        f"stages.3.data.path={tmp_path / 'talks.jsonl'}",
+        f"data.path={tmp_path / 'book.txt'}",
+    ]
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def run(resume, polls=99):
+        class Soon(Stop):
+            def is_set(self):
+                nonlocal polls
+                polls -= 1
+                return polls <= 0
+
+        err = io.StringIO()
+        cfg = compose([*typed, *SMALL]).replace({"run_dir": str(folder), "resume": resume})
+        where = TaskIO(run_dir=folder, resume=resume, out=io.StringIO(), err=err, stop=Soon())
+        return train.run(cfg, where), err.getvalue()
+
+    fields, said = run(False, polls=5)
+    assert fields["interrupted"] and fields["steps"] == 5 and "stage anneal: steps 2 to 4" in said
+    position = read_meta(fields["checkpoint"])["data_position"]
+    assert (position["stage"], position["step"]) == ("long_context", 1)
+    assert {name: part["rows"] for name, part in position["taken"].items()} == {"text": 2, "far": 0}
+    fields, said = run(True)
+    assert fields["steps"] == 7 and "resume: from step 5" in said and "stage sft: steps 6 to 7, 1 parameters" in said
+    rows = read_metrics(folder)
+    assert [int(row["train/stage"]) for row in rows if "train/stage" in row] == [0, 0, 1, 1, 2, 2, 3]
+    assert {"val/loss", "val/bpb"} <= rows[-1].keys()
+    starts = [json.loads(line)["start"] for line in (folder / "stages.jsonl").read_text().splitlines()]
+    assert starts == [0, 2, 4, 6]
+    assert stage_starts(*series(rows, "train/stage")) == [(2, 1), (4, 2), (6, 3)]
+    figure = loss(rows)
+    drawn = [text.get_text().strip() for text in figure.axes[0].texts]
+    assert [text for text in drawn if text.startswith("stage")] == ["stage 1", "stage 2", "stage 3"]
+    (one,) = compare.curves([Run("r", folder, "train", "done", {}, {}, read_curves(folder))], {"r": 0})[:1]
+    assert one.count("<title>stage ") == 3 and "stage 2 from step 4" in one

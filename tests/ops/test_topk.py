@@ -43,9 +43,12 @@ def test_the_choice_is_that_of_the_equation_and_ties_go_to_the_earlier_key_in_ev
     want = by_hand(q, w, k, reach, 6, docs)
     pair = tuple(jnp.asarray(x, jnp.int32) for x in docs)
     for blocks in ((T, S, 16), (4, 8, 0), (5, 16, 0), (1, 7, 0)):
-        got = select(
-            q, w, k, jnp.asarray(reach), 6, scale=1.0, docs=pair, queries=blocks[0], keys=blocks[1], direct=blocks[2]
-        )
+        queries, keys, direct = blocks
+        sizes = {"scale": 1.0, "queries": queries, "keys": keys, "direct": direct}
+        call = jax.jit(
+            lambda *x, docs, sizes=sizes: select(*x, 6, docs=docs, **sizes)
+        )  # by itself each operation is a program
+        got = call(q, w, k, jnp.asarray(reach), docs=pair)
         np.testing.assert_array_equal(np.sort(got, -1), np.sort(want, -1), err_msg=str(blocks))
     assert (want == EMPTY).any() and (np.asarray(index_scores(q, w, k, 1.0)) == 0).mean() > 0.2
 
@@ -67,7 +70,7 @@ def test_what_fits_is_chosen_whole_and_without_scores():
 def test_the_largest_by_threshold_are_the_first_of_a_stable_sort():
     """Ties at the threshold, more of them than words; rows of one value, of nothing, of fewer than k; both zeros; huge and tiny numbers."""
     rng = np.random.default_rng(0)
-    for n, s, k in ((6, 37, 6), (6, 300, 17), (6, 96, 33), (6, 40, 40)):
+    for n, s, k in ((6, 300, 17), (6, 37, 37)):
         x = rng.integers(-3, 4, (n, s)).astype(np.float32) * 10.0 ** rng.integers(-38, 38, (n, s)).astype(np.float32)
         x[0], x[1, 3:], x[2], x[3] = -np.inf, -np.inf, 2.0, np.where(rng.random(s) < 0.5, -0.0, 0.0)
         x[4] = np.round(x[4])

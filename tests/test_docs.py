@@ -111,6 +111,8 @@ def toy(command: Command, arguments: list[str]) -> list[str]:
             small["mesh"] = "single"
         if not command.env and not any(key.startswith("track") for key in keys):
             small["track"] = "none"
+        if keys.get("data") == "mix":  # its sources have paths
+            del small["data.path"]
         if "draft@model.draft" in keys:
             small["model.draft.unroll"] = "2"
         more |= {key: value for key, value in small.items() if key not in keys}

@@ -49,6 +49,10 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     check_batch(train.batch_size, train.seq_len, mesh, place.rules)
     text, _ = text_of(cfg, source.config)
     corpus = dataclasses.replace(text, tokenizer=Fixed(source.tokenizer)).prepare(io.log, cfg.original_cwd)
+    if corpus.parts:
+        raise UserError(
+            f"data: labels are of the rows of one source, and this is a mix of {len(corpus.parts)}; name one"
+        )
     store = corpus.train
     k = min(settings.top_k, source.model.vocab_size)
     meta = {

@@ -1,4 +1,4 @@
-"""Distillation in the train step: nothing to learn from oneself, any split and remat alike, the teacher stays out of the state."""
+"""Distillation in the train step: nothing to learn from oneself, labels on disk as good as the teacher, who stays out of the state."""
 
 import dataclasses
 
@@ -40,16 +40,12 @@ def train(tiny, teacher, objectives, batches, state=None, model=None, params=Non
 
 
 def test_a_student_learns_from_a_teacher_of_another_shape(tiny):
-    """Another width, depth and mixer; accumulated, rematerialised and whole alike."""
+    """Another width, depth and mixer. That any split gives the same is in test_parallel."""
     teacher = tiny.model("past", "mlp", "2* global/dense", d_model=24)
     batches = [tiny.batch(seed=n % 2) for n in range(6)]
     objectives = OWN | {"distill": KD}
     state, metrics = train(tiny, teacher, objectives, batches)
-    student = tiny.model("gqa", "mlp", "1* global/dense", remat="full")
-    _, split = train(tiny, teacher, objectives, batches, model=student, accumulate=2)
-    for one, two in zip(metrics, split, strict=True):
-        for name in ("loss", "distill", "next_token", "distill/agreement"):
-            np.testing.assert_allclose(one[name], two[name], rtol=1e-4, err_msg=name)
+    for one in metrics:
         np.testing.assert_allclose(one["loss"], 0.5 * one["next_token"] + 0.5 * one["distill"], rtol=1e-5)
     assert metrics[-1]["distill"] < metrics[0]["distill"]
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))

@@ -1,4 +1,4 @@
-"""MTP in the train step: any split into micro-batches gives the same update, weights and schedules count, generation does not notice."""
+"""MTP in the train step: the heads learn, weights count, generation does not notice, agreement by hand."""
 
 import functools
 
@@ -19,14 +19,11 @@ def objectives(weight=0.3):
     return {"next_token": NextToken(chunk=24)} | {f"mtp_{k}": MultiToken(weight=weight, depth=k) for k in (1, 2)}
 
 
-def test_any_split_gives_the_same_update_and_the_heads_learn(tiny):
+def test_the_heads_learn_and_their_terms_add_up(tiny):
+    """That any split gives the same is in test_parallel."""
     batches = [tiny.batch(rows=4, length=16, seed=seed % 2) for seed in range(6)]
-    whole, metrics = tiny.run(tiny.model(mtp=MTP), batches, objectives())
-    split, again = tiny.run(tiny.model(mtp=MTP), batches, objectives(), accumulate=2)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4), whole.params, split.params)
-    for one, two in zip(metrics, again, strict=True):
-        for name in ("loss", "mtp_1", "mtp_2", "mtp_1/accuracy"):
-            np.testing.assert_allclose(one[name], two[name], rtol=1e-3, atol=1e-4, err_msg=name)
+    _, metrics = tiny.run(tiny.model(mtp=MTP), batches, objectives())
+    for one in metrics:
         terms = one["next_token"] + 0.3 * (one["mtp_1"] + one["mtp_2"]) + one["aux_balance"]
         np.testing.assert_allclose(one["loss"], terms, rtol=1e-5)
     assert metrics[-1]["mtp_1"] < metrics[0]["mtp_1"] and metrics[-1]["mtp_2"] < metrics[0]["mtp_2"]

@@ -10,12 +10,15 @@ import pytest
 
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
+from jaxllm.layers.draft import Eagle3
 from jaxllm.layers.gqa import GQA
 from jaxllm.layers.kda import KDA
+from jaxllm.layers.mtp import ChainedMTP
 from jaxllm.mesh import build_mesh, param_shardings, use_mesh
-from jaxllm.params import declare, is_declared
+from jaxllm.params import declare, init_params, is_declared
 from jaxllm.training.feed import place
 from jaxllm.training.loop import batch_shards
+from jaxllm.training.objectives import Distill, Draft, MultiToken, NextToken
 from jaxllm.training.state import abstract_state, leaves_by_path, new_state
 from jaxllm.training.step import compile_step, make_train_step
 
@@ -35,21 +38,29 @@ def collectives(text):
     return Counter(found)
 
 
-def trained(tiny, axes, steps, accumulate=1, model=None):
+def trained(tiny, axes, steps, **options):
     """Losses of some steps on a mesh, and the final state."""
+    metrics, state, compiled = stepped(tiny, axes, steps, **options)
+    return np.array([float(m["loss"]) for m in metrics]), state, compiled
+
+
+def stepped(tiny, axes, steps, accumulate=1, model=None, objectives=None, teacher=None):
+    """Metrics of some steps on a mesh, and the final state. teacher: a model, whose parameters lie on the mesh as its own would."""
     model, optimiser = model or model_of(tiny), tiny.optimiser()
     mesh = build_mesh(axes)
     state = new_state(model, optimiser, 0, mesh=mesh)
-    shards = batch_shards(mesh, None)
-    step = make_train_step(model, tiny.objectives, optimiser, accumulate=accumulate, shards=shards)
-    losses = []
+    teachers = {} if teacher is None else {"t": teacher}
+    frozen = {name: init_params(m, jax.random.key(7), mesh=mesh) for name, m in teachers.items()}
+    options = {"accumulate": accumulate, "shards": batch_shards(mesh, None), "teachers": teachers}
+    step = make_train_step(model, objectives or tiny.objectives, optimiser, **options)
+    found = []
     with use_mesh(mesh):
         batches = [place(tiny.batch(rows=8, vocab=30, seed=i), mesh) for i in range(steps)]
-        compiled, _ = compile_step(step, state, batches[0], mesh)
+        compiled, _ = compile_step(step, state, batches[0], mesh, frozen)
         for batch in batches:
-            state, metrics = compiled(state, batch, np.int32(10))
-            losses.append(float(metrics["loss"]))
-    return np.array(losses), state, compiled
+            state, metrics = compiled(state, batch, np.int32(10), *([frozen] if frozen else []))
+            found.append(jax.device_get(metrics))
+    return found, state, compiled
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +85,40 @@ def test_data_parallel_micro_batches_give_the_same_losses_and_reduce_gradients(t
     np.testing.assert_allclose(losses, alone[:3], rtol=0, atol=1e-5)
     found = collectives(compiled.as_text())
     assert found["all-reduce"] >= 1 and "all-gather" not in found, found
+
+
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+TERMS = {
+    "next_token": NextToken(chunk=24),
+    "mtp_1": MultiToken(weight=0.3, chunk=24),
+    "distill": Distill(teacher="t", temperature=2.0, chunk=24),
+    "top": Distill(teacher="t", top_k=3, direction="reverse", chunk=24),
+}
+MTP = functools.partial(ChainedMTP, mixer="global", ffn="dense")
+EAGLE = functools.partial(Eagle3, mixer="global", ffn="dense", unroll=2, vocab=16)
+
+
+@pytest.mark.parametrize("kind", ["mtp and distillation", "draft"])
+def test_every_objective_is_the_same_in_a_cube_of_eight_with_micro_batches_and_remat(tiny, devices, kind):
+    """Each term and each of its metrics, the teacher split like any model; and what a draft head's trunk is."""
+    drafts = kind == "draft"
+    objectives = {"draft": Draft(steps=2, chunk=24)} if drafts else TERMS
+    teacher = None if drafts else model_of(tiny, d_model=24)
+    runs = []
+    for axes, accumulate, remat in (({}, 1, "none"), (CUBE, 2, "full")):
+        model = model_of(tiny, remat=remat, **({"draft": EAGLE} if drafts else {"mtp": MTP}))
+        options = {"accumulate": accumulate, "model": model, "objectives": objectives, "teacher": teacher}
+        runs.append(stepped(tiny, axes, 2, **options))
+    (one, _, _), (cube, state, _) = runs
+    names = {"loss"} | {name for name in one[0] if name.split("/")[0] in objectives}
+    assert len(names) > 3
+    for a, b in zip(one, cube, strict=True):
+        for name in names:
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    if drafts:
+        start = leaves_by_path(new_state(model_of(tiny, draft=EAGLE), tiny.optimiser(), 0).params)
+        for name, leaf in leaves_by_path(state.params).items():
+            assert np.array_equal(leaf, start[name]) == (not name.startswith("draft/") or name == "draft/ids"), name
 
 
 def test_devices_that_split_rows_train_a_hybrid_as_one_does(tiny, devices):

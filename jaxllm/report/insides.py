@@ -17,9 +17,9 @@ HEADS = 64  # maps of single heads that a layer shows
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """name: its place and roles. attention `[h t s]`; entries `[h t e]`: weights on compressed entries, beside those; selected bool `[t s]` (keys, or entries of compressed keys) that it chose;
-    experts int `[t k]`, weights `[t k]`, number: of experts; decay, beta `[t h]`: what a recurrent state keeps and how strongly it is
-    written. Null: not of this layer's kind."""
+    """name: its place and roles. attention `[h t s]`; entries `[h t e]`: weights on compressed entries, beside those; selected bool
+    `[t s]` (keys, or entries of compressed keys) that it chose; experts int `[t k]`, weights `[t k]`, number: of experts; decay, beta
+    `[t h]`: what a recurrent state keeps and how strongly it is written. Null: not of this layer's kind."""
 
     name: str
     attention: np.ndarray | None = None

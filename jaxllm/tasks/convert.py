@@ -5,6 +5,7 @@ A run folder made this way is like any other: it can be generated from, evaluate
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jaxllm.config import Config
 from jaxllm.data.vocabulary import Tokenizer
 from jaxllm.errors import UserError
 from jaxllm.folder import CONFIG
+from jaxllm.layers.added import without
 from jaxllm.mesh import build_mesh
 from jaxllm.tasks import TaskIO
 from jaxllm.tasks.source import CHECKPOINTS, TOKENIZER, Source, open_source, pack_tokenizer
@@ -83,6 +85,10 @@ def _to_run(source: Source, folder: Path) -> dict[str, Any]:
 
 
 def _to_hf(source: Source, folder: Path, settings: ConvertSettings, io: TaskIO) -> dict[str, Any]:
+    if source.model.draft is not None:
+        io.log("the draft head is left out: it is no part of the model, and its checkpoint stays where it is")
+        trunk = source.model.clone(draft=None)
+        source = dataclasses.replace(source, model=trunk, params=without(source.params))
     origin = source.meta.get("hf") or {}
     choice = choose(source.model, origin.get("config"))
     if choice.folded:

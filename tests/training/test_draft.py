@@ -17,7 +17,7 @@ from jaxllm.layers.base import Context
 from jaxllm.layers.draft import Eagle3, ModuleDraft
 from jaxllm.measure.jsonl import read_metrics
 from jaxllm.params import declare, init_params
-from jaxllm.tasks import TaskIO, evaluate, train
+from jaxllm.tasks import TaskIO, convert, evaluate, train
 from jaxllm.tasks.source import open_source, overlay
 from jaxllm.training.drafts import begin_draft, check_objectives, frequent_ids, from_offsets, to_offsets
 from jaxllm.training.objectives import Draft, NextToken
@@ -91,6 +91,35 @@ def test_a_head_needs_its_own_trunk(done, tmp_path):
         open_source(folder / "head", overrides={"model.draft.trunk": str(tmp_path / "nowhere")})
     with pytest.raises(UserError, match="model.draft.trunk=.* holds other parameters than the weights of this draft"):
         open_source(folder / "head", overrides={"model.draft.trunk": str(folder / "trunk" / "checkpoints" / "1")})
+
+
+def test_it_goes_out_whole_or_as_the_trunk_alone(done, tmp_path):
+    """A run of its own needs no trunk any more; a Hugging Face folder holds the model, and says that the head stays behind."""
+    folder, *_ = done
+    how = [f"source={folder / 'head'}", "mesh=single"]
+    run(tmp_path / "c", *how, "format=run", f"out={tmp_path / 'whole'}", task=convert)
+    whole, there = (
+        open_source(tmp_path / "whole", overrides={"model.draft.trunk": "nowhere"}),
+        params_of(folder / "head"),
+    )
+    for name, leaf in leaves_by_path(whole.params["draft"]).items():
+        np.testing.assert_array_equal(leaf, there[f"draft/{name}"])
+    said = []
+    for name in (
+        "head",
+        "trunk",
+    ):  # a head changes nothing of what can be said of its trunk, which has an MTP module no class takes
+        with pytest.raises(UserError, match="no Hugging Face class holds this model") as error:
+            run(
+                tmp_path / "c",
+                f"source={folder / name}",
+                "mesh=single",
+                "format=hf",
+                f"out={tmp_path / 'hf'}",
+                task=convert,
+            )
+        said.append(str(error.value))
+    assert said[0] == said[1]
 
 
 def begun(folder, kind, text=None, **fields):

@@ -1,6 +1,6 @@
 """What pages and the host cost: a decode step on pools of pages against one on contiguous caches, and the engine around both.
 
-    python experiments/serving/decode.py [--layers 30] [--rows 8] [--context 1024] [--rounds 15]
+    python experiments/serving/decode.py [--layers 30] [--rows 8] [--context 1024] [--rounds 15] [--contexts 64 256 1024]
 
 Random weights of SmolLM2-135M's shape. The two caches take turns, one step each, so that whatever else the machine does meets both;
 the ratio is that of the medians, beside the ratio of the least, of the pairs, and of processor time, which others move least.
@@ -28,13 +28,15 @@ from jaxllm.model import LanguageModel
 from jaxllm.params import init_params
 
 
-def smollm2(layers: int) -> LanguageModel:
+def smollm2(layers: int, toy: bool = False) -> LanguageModel:
+    """SmolLM2-135M where there are 30 layers; toy: as narrow as can be, to try the commands."""
+    vocab, d, heads, kv = (256, 24, 3, 1) if toy else (49152, 576, 9, 3)
     return LanguageModel(
-        vocab_size=49152,
-        d_model=576,
+        vocab_size=vocab,
+        d_model=d,
         layers=f"{layers}* global/dense",
-        mixers={"global": functools.partial(GQA, num_heads=9, num_kv_heads=3, rope=RoPE(theta=100000.0))},
-        ffns={"dense": functools.partial(MLP, d_ff=1536)},
+        mixers={"global": functools.partial(GQA, num_heads=heads, num_kv_heads=kv, rope=RoPE(theta=100000.0))},
+        ffns={"dense": functools.partial(MLP, d_ff=8 * d // 3)},
         tie_embeddings=True,
     )
 
@@ -115,21 +117,34 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--contexts", type=int, nargs="*", default=[], help="also a step at these lengths, each a JSON line"
+    )
+    parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
     keep_freed_memory()  # as the command line does
-    model = smollm2(args.layers)
+    model = smollm2(args.layers, args.toy)
     params = init_params(model, jax.random.key(0))
     engines = {
         "contiguous": engine_of(model, params, "contiguous", args.rows, args.context),
         "paged": engine_of(model, params, "paged", args.rows, args.context, page_size=args.page),
     }
-    batches = {name: full_batch(engine, args.rows, args.context) for name, engine in engines.items()}
+    for context in args.contexts:
+        print(json.dumps(compared(engines, args, context)))
+    result = compared(engines, args, args.context)
+    result["overhead"] = host_share(engines["paged"], args.rows, min(200, args.context // 4), args.rounds)
+    print(json.dumps(result))
+
+
+def compared(engines: dict[str, Engine], args: argparse.Namespace, context: int) -> dict[str, Any]:
+    """A decode step of both engines, all rows at the end of a context."""
+    batches = {name: full_batch(engine, args.rows, context) for name, engine in engines.items()}
 
     def step(name: str) -> None:
         jax.block_until_ready(engines[name].runner.forward(batches[name]))
 
     times = alternate({name: functools.partial(step, name) for name in engines}, args.rounds)
-    result: dict[str, Any] = {"layers": args.layers, "rows": args.rows, "context": args.context, "page": args.page}
+    result: dict[str, Any] = {"layers": args.layers, "rows": args.rows, "context": context, "page": args.page}
     for name, series in times.items():
         wall, cpu = zip(*series, strict=True)
         result[name] = {
@@ -141,8 +156,7 @@ def main() -> None:
         result[f"ratio_{kind}"] = result["paged"][kind] / result["contiguous"][kind]
     pairs = [p[0] / c[0] for p, c in zip(times["paged"], times["contiguous"], strict=True)]
     result["ratio_pairs"] = [round(q, 3) for q in statistics.quantiles(pairs)]
-    result["overhead"] = host_share(engines["paged"], args.rows, 200, args.rounds)
-    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":

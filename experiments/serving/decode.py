@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -88,10 +89,9 @@ def host_share(engine: Engine, rows: int, prompt: int, steps: int) -> dict[str, 
         engine.step()
     step = _least(engine.step, steps)
     ids = jax.block_until_ready((jax.numpy.full(rows, 7, jax.numpy.int32), jax.numpy.zeros(rows)))
-    forward, draw = engine.runner.forward, engine.runner.draw
-    engine.runner.forward, engine.runner.draw = lambda batch: None, lambda *args: ids  # type: ignore[assignment]
-    host = _least(engine.step, steps)
-    engine.runner.forward, engine.runner.draw = forward, draw  # type: ignore[method-assign]
+    at_once = mock.patch.multiple(engine.runner, forward=lambda batch: None, draw=lambda *args: ids)
+    with at_once:
+        host = _least(engine.step, steps)
     for request in list(engine.scheduler.running):
         engine.abort(request)
     engine.step()

@@ -7,10 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
+import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 
@@ -54,6 +51,7 @@ def context(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def main(folder: Path = HERE) -> None:
+    plt.switch_backend("Agg")
     frontier(lines(folder / "rows.jsonl"), folder / "frontier.png")
     context(lines(folder / "context.jsonl"), folder / "context.png")
 

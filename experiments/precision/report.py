@@ -135,6 +135,7 @@ def draw(runs: Mapping[str, Sequence[Finished]], path: Path) -> None:
             steps, values = plots.smoothed(*(np.array(column) for column in zip(*points, strict=True)))
             label = f"{NAMES[word]}, rate {rate}" if i == 0 else None
             axes.plot(steps, values, style, color=colours[word], linewidth=1.5, label=label)
+    axes.set_ylim(bottom=0.0)
     plots.legend(axes, "lower right")
     figure.savefig(path, dpi=150)
 

@@ -212,7 +212,9 @@ class LanguageModel(nn.Module, kw_only=True):
         if self.mtp is None:
             return None
         supplied = {name: value for name, value in self._supplied().items() if name != "norm_eps"}
-        supplied |= {"block": lambda **kw: self._own_block(heads.mixer, heads.ffn, **kw), "norm_layer": self.norm_layer}
+        streams = getattr(getattr(self.mtp, "func", self.mtp), "on_streams", False)
+        supplied |= {"block": lambda **kw: self._own_block(heads.mixer, heads.ffn, streams, **kw)}
+        supplied |= {"norm_layer": self.norm_layer} | ({"residual": self.residual_site} if streams else {})
         heads: MultiToken = self.mtp(**supplied, **({"parent": None} | kwargs if "name" not in kwargs else kwargs))
         return heads
 
@@ -234,12 +236,13 @@ class LanguageModel(nn.Module, kw_only=True):
         return head
 
     @nn.nowrap
-    def _own_block(self, mixer_role: str, ffn_role: str, **kwargs: Any) -> nn.Module:
-        """A block outside the groups: the plain residual scheme, and the model's remat."""
+    def _own_block(self, mixer_role: str, ffn_role: str, streams: bool = False, **kwargs: Any) -> nn.Module:
+        """A block outside the groups, with the model's remat; and the plain residual scheme, or with `streams` the model's."""
         policy = REMAT[self.remat]
-        made = self._block(mixer_role, ffn_role)
+        made = self._block(mixer_role, ffn_role).keywords
         kind = Block if policy is None else nn.remat(Block, policy=policy)
-        return kind(**made.keywords | {"residual": functools.partial(Residual, **self._supplied())}, **kwargs)
+        plain = {} if streams else {"residual": functools.partial(Residual, **self._supplied())}
+        return kind(**made | plain, **kwargs)
 
     @nn.nowrap
     def _block(self, mixer_role: str, ffn_role: str) -> functools.partial[Block]:
@@ -413,7 +416,7 @@ class LanguageModel(nn.Module, kw_only=True):
         last = self.residual_out.finish(R)
         hidden = self.final_norm(last)
         if self.further is not None and cache is None and ("mtp" in ctx.capture or self.is_initializing()):
-            trunk = hidden if self.further.hidden == "post_norm" else last
+            trunk = {"post_norm": hidden, "pre_norm": last, "streams": R}[self.further.hidden]
             aux["capture/mtp"], more = self.further(trunk, self._embed, ctx, self._shared_start(ctx))
             aux = merged(aux, named(more, "mtp"))
         capture = {k.removeprefix("capture/"): aux.pop(k) for k in list(aux) if k.startswith("capture/")}
@@ -456,7 +459,7 @@ class LanguageModel(nn.Module, kw_only=True):
         R, shared = self.residual_out.start(self._embed(ctx)), self._shared_start(ctx)
         hidden = self.final_norm(self.residual_out.finish(R))
         if self.further is not None:
-            self.further(hidden, self._embed, ctx, shared)
+            self.further(R if self.further.on_streams else hidden, self._embed, ctx, shared)
         if self.drafter is not None:
             g = self.drafter.fused(jnp.broadcast_to(hidden, (self.num_layers + 1, *hidden.shape)), hidden)
             self.drafter.step(g, hidden, ctx, None, shared)

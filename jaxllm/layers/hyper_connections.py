@@ -38,14 +38,10 @@ class _Base:
 
     streams: int
 
-    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        del rng, shape
-        n = self.streams
-        return np.concatenate([np.zeros(2 * n), DIAGONAL * np.eye(n).ravel()]).astype(np.float32)
-
     def __call__(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         del key, shape
-        return jnp.asarray(self.draw(np.random.default_rng(0), ()), dtype)
+        n = self.streams
+        return jnp.asarray(np.concatenate([np.zeros(2 * n), DIAGONAL * np.eye(n).ravel()]), dtype)
 
 
 class HyperConnections(Residual, kw_only=True):

@@ -5,7 +5,7 @@ Chained, module k = 1..depth, at position i of a document, with e the token embe
     h'_i = [norm_e(e_{i+k}) ; norm_h(h^{k-1}_i)] M_k        h^k = Block_k(h')        logits_k = Head(norm_k(h^k_i)), of token i + k + 1
 
 DeepSeek-V3, arXiv 2412.19437, section 2.2; order of the halves as in its released weights (`eh_proj`). Parallel: h^k = Block_k(h^0)
-without an embedding, each alone (arXiv 2404.19737). Embedding and head are the trunk's.
+without an embedding, each alone (arXiv 2404.19737). Embedding and head are the trunk's. On streams, as DeepSeek-V4's: `StreamsMTP`.
 
 Tokens are taken from the same document only; a position whose token k ahead lies beyond its document is padding to module k.
 """
@@ -73,9 +73,12 @@ class MultiToken(nn.Module, kw_only=True):
     def __post_init__(self) -> None:
         if self.depth < 1:
             raise UserError(f"mtp.depth: {self.depth} must be at least 1")
-        if self.hidden not in ("post_norm", "pre_norm"):
-            raise UserError(f"mtp.hidden: {self.hidden!r} is not post_norm or pre_norm")
+        sides = ("streams",) if self.on_streams else ("post_norm", "pre_norm")
+        if self.hidden not in sides:
+            raise UserError(f"mtp.hidden: {self.hidden!r} is not {' or '.join(sides)}")
         super().__post_init__()
+
+    on_streams: ClassVar[bool] = False  # sees what the trunk's residual scheme holds, and its blocks have that scheme
 
     @nn.nowrap
     def context(self, ctx: Context, k: int) -> Context:
@@ -133,3 +136,64 @@ class ParallelMTP(MultiToken, kw_only=True):
             heads.append(normed)
             aux = merged(aux, named(more, f"d{k}"))
         return jnp.stack(heads), aux
+
+
+class StreamModule(nn.Module, kw_only=True):
+    """One module on several residual streams X `[b t n d]`: the embedding goes to all of them, each keeps its own.
+
+    X'_i = norm_e(e) W_e + norm_h(X_i) W_h,     X <- Block(X'),     logits = Head(norm(end(X)))
+    """
+
+    d_model: int
+    param_dtype: Any
+    block: Callable[..., nn.Module]
+    norm_layer: Callable[..., nn.Module]
+    residual: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, X: Array, e: Array, ctx: Context, shared: Mapping[str, Array]) -> tuple[Array, Array, Aux]:
+        d = self.d_model
+
+        def joined(name: str, norm: str, x: Array) -> Array:
+            w = param(self, name, fan_in(2 * d), (d, d), ("embed", "latent"))
+            return self.norm_layer(name=norm)(x) @ w.astype(x.dtype)
+
+        X = joined("e_proj", "enorm", e)[:, :, None] + joined("h_proj", "hnorm", X)
+        X, _, _, aux = self.block(name="block")(X, ctx, None, shared)
+        end = self.residual(site="out", name="residual_out").finish(X)
+        return X, self.norm_layer(name="norm")(end), named(aux, "block")
+
+
+class StreamsMTP(MultiToken, kw_only=True):
+    """DeepSeek-V4's modules (arXiv 2606.19348 and its released code): a chain on the streams of hyper-connections as they are before the
+    trunk adds them up, with blocks and an end of that scheme. `e_proj`, `h_proj [d d]` instead of one `eh_proj`. hidden: `streams`.
+    """
+
+    supplied: ClassVar[tuple[str, ...]] = (*MultiToken.supplied, "residual")
+    on_streams: ClassVar[bool] = True
+
+    residual: Callable[..., Any]
+    hidden: str = "streams"
+
+    @nn.compact
+    def __call__(
+        self, trunk: Array, embed: Callable[[Context], Array], ctx: Context, shared: Mapping[str, Array]
+    ) -> tuple[Array, Aux]:
+        if getattr(trunk, "ndim", 0) != 4:
+            raise UserError(
+                "model.mtp: StreamsMTP reads the streams of hyper-connections; set model.residual=mhc, or take another"
+            )
+        X, heads = trunk, []
+        aux: Aux = {}
+        for k in range(1, self.depth + 1):
+            seen = self.context(ctx, k)
+            parts = {"d_model": self.d_model, "param_dtype": self.param_dtype, "residual": self.residual}
+            module = StreamModule(block=self.block, norm_layer=self.norm_layer, name=f"d{k}", **parts)
+            X, normed, more = module(X, embed(seen), seen, shared)
+            heads.append(normed)
+            aux = merged(aux, named(more, f"d{k}"))
+        return jnp.stack(heads), aux
+
+    @nn.nowrap
+    def extra_params(self) -> int:
+        return self.depth * 2 * self.d_model**2

@@ -7,6 +7,7 @@ import shutil
 import contract
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
@@ -17,7 +18,9 @@ from jaxllm.compose import compose
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context, Cost, Layer
 from jaxllm.layers.gqa import GQA
-from jaxllm.layers.mtp import ChainedMTP, ParallelMTP
+from jaxllm.layers.hyper_connections import HyperConnections
+from jaxllm.layers.mtp import ChainedMTP, ParallelMTP, StreamsMTP
+from jaxllm.layers.residual import Residual
 from jaxllm.params import declare, is_declared, path_name
 from jaxllm.training.losses import backbone
 from jaxllm.training.objectives import Forward, MultiToken
@@ -185,6 +188,49 @@ def test_it_composes_and_mistakes_are_one_line():
             hollow(**fields)
     with pytest.raises(UserError, match="model.mtp: role 'moe'"):
         compose(["model=tiny", "model.vocab_size=61", "+mtp@model.mtp=chained", "model.mtp.ffn=moe"]).build("model")
+
+
+def test_a_module_on_streams_is_deepseek_v4_s():
+    """By hand, with layers that write nothing: the embedding joins every stream, hyper-connections mix and add them up; then the real one
+    learns with the model that its yaml is for."""
+    mhc = functools.partial(HyperConnections, streams=3)
+    mtp = functools.partial(StreamsMTP, mixer="m", ffn="f", depth=2)
+    kwargs = {"d_model": 16, "vocab_size": 16, "vocab_multiple": 1, "tie_embeddings": False, "residual": mhc}
+    model = contract.model_of({"m": Nothing}, "m/f", {"f": Nothing}, mtp=mtp, **kwargs)
+    params = contract.randomised(model)
+    ctx = Context.whole(TOKENS, SEGMENTS, capture=("mtp",))
+    embed, scheme = np.asarray(params["embed"]), mhc(site="mixer", d_model=16)
+
+    @jax.jit
+    def by_hand(params):
+        def block(own, X):
+            for site in ("residual_mixer", "residual_ffn"):
+                y = jnp.zeros((*X.shape[:2], 16))
+                X = scheme.apply({"params": own[site]}, X, y, method="write")
+            return X
+
+        first = jax.tree.map(lambda a: a[0], params["g0"]["b0"])
+        X = block(first, scheme.start(jnp.asarray(embed[TOKENS])))
+        out = []
+        for k in (1, 2):
+            own = params["mtp"][f"d{k}"]
+            e = rms16(embed[np.pad(TOKENS[:, k:], ((0, 0), (0, k)))], own["enorm"]) @ own["e_proj"]
+            X = block(own["block"], e[:, :, None] + rms16(X, own["hnorm"]) @ own["h_proj"])
+            end = mhc(site="out", d_model=16).apply({"params": own["residual_out"]}, X, method="finish")
+            out.append(rms16(end, own["norm"]))
+        return jnp.stack(out)
+
+    inside = np.r_[np.arange(3), np.arange(5, 7)]
+    got = jax.jit(lambda p: heads(model, p, ctx))(params)
+    np.testing.assert_allclose(got[:, :, inside], by_hand(params)[:, :, inside], rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="reads the streams of hyper-connections; set model.residual=mhc"):
+        declare(model.clone(residual=Residual))
+    tiny = compose(["model=deepseek_v4_tiny", "model.vocab_size=512", "+mtp@model.mtp=streams"]).build("model")
+    assert {"e_proj", "h_proj", "residual_out", "block"} <= set(declare(tiny)["mtp"]["d1"])
+
+
+def rms16(x, w):
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w["scale"]
 
 
 def test_a_draft_layer_is_that_of_transformers(tmp_path):

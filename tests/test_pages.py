@@ -12,7 +12,9 @@ from jaxllm.cache import CompressedCache, KVCache, RecurrentCache, RingCache, ca
 from jaxllm.compose import component
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
+from jaxllm.layers.gqa import GQA
 from jaxllm.layers.mlp import MLP
+from jaxllm.layers.rope import RoPE
 from jaxllm.model import LanguageModel
 from jaxllm.pages import PAGES, Leaf, Pages, leaves_of, paged_of
 from jaxllm.params import declare, is_declared, unstack
@@ -69,6 +71,31 @@ def test_pages_and_states_are_copied_apart():
     moved = paged.copy(jnp.array([2]), jnp.array([1]), pages=False)
     np.testing.assert_array_equal(moved.pool.window[:, 0, 0], [0, 2, 2])
     np.testing.assert_array_equal(moved.pool.entries, paged.pool.entries)
+
+
+def test_whatever_reads_pages_a_layer_gives_the_same():
+    """Two rows of a layer, three tokens and then one, by every kernel."""
+    layer = GQA(d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, rope=RoPE())
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 4, 32), np.float32))
+    shapes = {"q_proj": (32, 4, 8), "k_proj": (32, 2, 8), "v_proj": (32, 2, 8), "o_proj": (4, 8, 32)}
+    params = {"params": {name: rng.standard_normal(shape, np.float32) / 6 for name, shape in shapes.items()}}
+    tables = {PAGES: np.array([[3, 1], [2, 4]], np.int32)}
+
+    def outputs(x, kernel):
+        if kernel is None:
+            return layer.apply(params, x, Context.whole(jnp.zeros((2, 4))))[0]
+        cache = paged_of(functools.partial(layer.init_cache, dtype="float32"), 2, 4, Pages(5, 2, kernel))
+        out = []
+        for start, end in ((0, 3), (3, 4)):
+            ctx = Context.step(jnp.zeros((2, end - start)), jnp.full(2, start), tables=tables)
+            y, cache, *_ = layer.apply(params, x[:, start:end], ctx, cache)
+            out.append(y)
+        return jnp.concatenate(out, axis=1)
+
+    want, *got = jax.jit(lambda x: [outputs(x, kernel) for kernel in (None, "naive", "blocks", "pallas")])(x)
+    for one in got:
+        np.testing.assert_allclose(one, want, atol=3e-6)
 
 
 @pytest.mark.parametrize(("kind", "calls"), [("gqa", [(4, 1), (1, 16)]), ("mqa", [(1, 1)]), ("mla", [(4, 1)])])

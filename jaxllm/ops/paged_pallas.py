@@ -66,7 +66,8 @@ def paged_decode(
     platform: whose kernel; null = this machine's. interpret: null = wherever it is not this machine's.
     """
     here = jax.default_backend()
-    platform = here if platform is None else platform
+    if platform is None:
+        platform = here if here in ("gpu", "tpu") else "tpu"
     k, v = (x[:, None] if x.ndim == 3 else x for x in (k, v))
     b, t, h, _ = q.shape
     g = k.shape[1]

@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import html
 import json
 import re
 import socket
@@ -17,7 +16,7 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import chromium
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from jaxllm.inference.engine import Event
@@ -248,30 +247,45 @@ def test_models_health_metrics_and_tokens(running, client):
     assert httpx.get(running.url + "/health", headers={"x-request-id": "a b<script>"}).headers["x-request-id"].isalnum()
 
 
-PROBE = """<script>addEventListener('load', async () => {
+PROBE = """<img src="/hold"><script>(async () => {
   const until = async f => { while (!f()) await new Promise(r => setTimeout(r, 20)); };
   $('mode').value = 'completion'; $('max_tokens').value = 7; $('seed').value = 5;
   $('text').value = 'hello'; $('form').requestSubmit();
   await until(() => document.querySelector('.assistant')?.dataset.done && $('numbers').textContent.includes('held'));
   $('text').value = 'x'.repeat(200); $('form').requestSubmit();
-  await until(() => document.querySelector('.error'));
+  await until(() => document.querySelector('.error') && $('model').textContent !== 'jaxllm');
   const texts = [...document.querySelectorAll('.turn'), $('numbers'), $('model')].map(e => e.textContent);
-  document.title = JSON.stringify(texts);
-})</script></body>"""
+  await fetch('/done', {method: 'POST', body: JSON.stringify(texts)});
+})()</script></body>"""
 
 
 def test_the_chat_page_in_a_browser(running, client, tmp_path):
-    """It streams an answer, shows times and the cache in use, and a refusal in words."""
-    page = httpx.get(running.url + "/").text.replace("</body>", PROBE)
+    """It streams an answer, shows times and the cache in use, and a refusal in words. An image that is not there before the script has
+    said what it saw keeps the browser waiting."""
+    page, told = httpx.get(running.url + "/").text.replace("</body>", PROBE), []
+
+    async def done(request):
+        told.append(await request.json())
+        return Response()
+
+    async def hold(request):
+        end = time.monotonic() + 60
+        while not told and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        return Response()
+
     routes = running.server.app.router.routes
-    routes.append(Route("/probed", lambda request: HTMLResponse(page)))
+    more = [
+        Route("/probed", lambda request: HTMLResponse(page)),
+        Route("/hold", hold),
+        Route("/done", done, methods=["POST"]),
+    ]
+    routes.extend(more)
     try:
-        dom = chromium("--virtual-time-budget=20000", "--dump-dom", running.url + "/probed", folder=tmp_path)
+        chromium("--dump-dom", running.url + "/probed", folder=tmp_path)
     finally:
-        routes.pop()
-    question, answer, _, refused, numbers, model = json.loads(
-        html.unescape(re.search("<title>(.*?)</title>", dom, re.S)[1])
-    )
+        del routes[-len(more) :]
+    (question, answer, _, refused, numbers, model), *_ = told
     asked = {"model": "tiny", "prompt": "hello", "max_tokens": 7, "seed": 5, "temperature": 0.7}
     assert question == "hello" and answer == client.completions.create(**asked).choices[0].text
     assert re.search(r"first token \d+ ms, (\d|-).* a token, \d+ tokens, cache .* % held", numbers), numbers

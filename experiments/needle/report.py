@@ -304,7 +304,7 @@ def table(runs: Mapping[str, list[dict[str, Any]]], took: Mapping[tuple[str, int
 def modes(runs: Mapping[str, list[dict[str, Any]]], filler: int) -> str:
     """Markdown, a line a variant that chooses and length of the haystack: the share found for each k, and the least k that is enough.
 
-    Enough: within 0.02 of the largest k. What a service would choose by the length of the context.
+    Enough: within 0.02 of the largest k, where that finds at least nine in ten. What a service would choose by the length of the context.
     """
     chosen = {name: group for name, group in runs.items() if name in ("dsa", "csa")}
     lines: list[str] = []
@@ -315,8 +315,9 @@ def modes(runs: Mapping[str, list[dict[str, Any]]], filler: int) -> str:
             lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
         for part in PARTS:
             means = [statistics.mean(run["parts"][part, k] for run in group) for k in budgets]
-            enough = next(k for k, mean in zip(budgets, means, strict=True) if mean >= means[-1] - 0.02)
-            cells = [NAMES[name], str(round(part * filler)), *(f"{mean:.3f}" for mean in means), str(enough)]
+            least = next(k for k, mean in zip(budgets, means, strict=True) if mean >= means[-1] - 0.02)
+            enough = str(least) if means[-1] >= 0.9 else "none"
+            cells = [NAMES[name], str(round(part * filler)), *(f"{mean:.3f}" for mean in means), enough]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

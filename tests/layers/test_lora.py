@@ -9,8 +9,9 @@ import pytest
 
 from jaxllm.compose import compose
 from jaxllm.errors import UserError
+from jaxllm.layers.added import own, without
 from jaxllm.layers.base import Context
-from jaxllm.layers.lora import LoRA, own, without
+from jaxllm.layers.lora import LoRA
 from jaxllm.ops.low_rank import low_rank_sum
 from jaxllm.params import declare, init_params, is_declared, path_name, plain
 

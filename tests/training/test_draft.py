@@ -21,7 +21,7 @@ from jaxllm.tasks import TaskIO, convert, evaluate, train
 from jaxllm.tasks.source import open_source, overlay
 from jaxllm.training.drafts import begin_draft, check_objectives, frequent_ids, from_offsets, to_offsets
 from jaxllm.training.objectives import Draft, NextToken
-from jaxllm.training.state import leaves_by_path
+from jaxllm.training.state import leaves_by_path, new_state
 
 SMALL = ["+experiment=smoke", "data=synthetic", "data.documents=300", "data.length=4", "train.batch_size=2"]
 SMALL += ["train.seq_len=16", "train.eval_batches=2", "train.sample_tokens=0", "mesh=single", "optim.lr=0.02"]
@@ -187,3 +187,24 @@ def test_mistakes_are_one_line(done, tmp_path):
         run(tmp_path / "m", *SMALL, *HEAD)
     with pytest.raises(UserError, match="choose it by .draft@model.draft=eagle3 or"):
         run(tmp_path / "m", f"source={folder / 'trunk'}", *SMALL, "objective=draft", "+model.draft.unroll=2")
+
+
+def test_a_trained_pair_agrees(tiny):
+    """A trunk that has learned to count by steps and a head that has watched it: both steps of the unroll say what the trunk will."""
+    batch = {name: np.zeros((8, 16), np.int32) for name in ("tokens", "labels", "positions", "segments")}
+    steps = np.arange(17)[None] * np.arange(1, 9)[:, None] % 31
+    batch |= {"tokens": steps[:, :-1].astype(np.int32), "labels": steps[:, 1:].astype(np.int32)}
+    batch |= {"segments": batch["segments"] + 1, "weights": np.ones((8, 16), np.float32)}
+    batch["positions"] += np.arange(16, dtype=np.int32)
+    trunk = tiny.model("gqa", "mlp", "1* global/dense", d_model=32)
+    learned, metrics = tiny.run(trunk, [batch] * 60, optimiser=tiny.optimiser(lr=2e-2))
+    assert metrics[-1]["next_token/accuracy"] > 0.9
+    head = functools.partial(Eagle3, mixer="global", ffn="dense", unroll=2)
+    model = trunk.clone(draft=head)
+    params = overlay(learned.params, init_params(model, jax.random.key(1), declared=additions(declare(model))))
+    state = new_state(model, tiny.optimiser(lr=2e-2), 0, params=params)
+    how = {"objectives": {"draft": Draft(steps=2, chunk=64)}, "optimiser": tiny.optimiser(lr=2e-2), "state": state}
+    done, metrics = tiny.run(model, [batch] * 80, **how)
+    assert (metrics[-1]["draft/agreement"] > 0.9).all() and not (metrics[0]["draft/agreement"] > 0.9).any()
+    for a, b in zip(jax.tree.leaves(done.params["g0"]), jax.tree.leaves(learned.params["g0"]), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -83,6 +83,9 @@ def rows(
         cells += [spread([loss(r) for r in group], 4), spread(beside(group, runs["plain"], loss), 4, sign=True)]
         cells += [f"{mine[key] / 1e3:,.0f}" for key in ("train_flops", "decode_flops", "cache")]
         for kind in ("step", "decode"):
+            if kind not in taken:
+                cells += ["-", "-"]
+                continue
             values = [1e3 * t for t in taken[kind][name]]
             middle = statistics.median(ratios(taken[kind], name, "plain"))
             cells.append(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
@@ -133,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sweeps", type=Path, nargs="+", help="folders of sweeps: one numbered folder a run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--context", type=int, default=2048, help="tokens before the decoded one")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of timing; 0 = times are left out")
     args = parser.parse_args(arguments)
     from jaxllm.backend import prepare
     from jaxllm.config import Common
@@ -147,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from None
     first: dict[str, Any] = {name: group[0] for name, group in runs.items()}
     known = {name: facts(run, args.context) for name, run in first.items()}
-    text = table(heads(args.context), rows(runs, known, times(first, args.context, args.rounds)))
+    taken = times(first, args.context, args.rounds) if args.rounds else {}
+    text = table(heads(args.context), rows(runs, known, taken))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "table.md").write_text(text, encoding="utf-8")
     draw(runs, known, args.context, args.out)

@@ -31,7 +31,7 @@ def sweeps(study, tmp_path_factory):
             run.mkdir(parents=True)
             (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(cfg.to_yaml()) | {"seed": seed}))
             (run / "result.json").write_text(json.dumps({"val_loss": 4 - 0.1 * number + seed}))
-            row = {"step": 250} | ({"val/mtp_1/agreement": 0.25} if experiment != "fast_recipe" else {})
+            row = {"step": 200} | ({"val/mtp_1/agreement": 0.25} if experiment != "fast_recipe" else {})
             (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     return folder
 

@@ -43,9 +43,10 @@ from jaxllm.params import declare, init_params, is_declared, plain
 from jaxllm.targets import is_node
 from jaxllm.tasks import TaskIO
 from jaxllm.tasks.source import add_base, build_model, checksum_of, open_source, overlay, pack_tokenizer
+from jaxllm.tasks.teachers import labels_of, teachers_of
 from jaxllm.training.drafts import begin_draft, check_objectives
 from jaxllm.training.loop import Data, Loop, Outside, Result
-from jaxllm.training.objectives import Distill, Objective
+from jaxllm.training.objectives import Distill
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.stages import Stage, plan
 from jaxllm.training.state import TrainState, abstract_state, leaves_by_path, new_state, stored, trained
@@ -71,7 +72,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     schedules = {i: cfg.build_node(s.schedule, f"stages.{i}.schedule") for i, s in enumerate(entries) if s.schedule}
     if cfg.get("model.vocab_size") is None:
         cfg.build("model", vocab_size=1)  # its mistakes too are told before any text is read
-    teachers, tokenizer = _teachers(cfg, io, objectives, tokenizer, mesh, place.rules)
+    teachers, tokenizer = teachers_of(cfg, io, objectives, tokenizer, mesh, place.rules)
     corpus = _corpus(cfg, io, io.run_dir, tokenizer)
     model = build_model(cfg, corpus.tokenizer)
     declared = declare(model)
@@ -186,55 +187,6 @@ def _given(
     return cfg, tokenizer, params, checksum
 
 
-def _teachers(
-    cfg: Config, io: TaskIO, objectives: Mapping[str, Objective], tokenizer: Tokenizer | None, mesh: Any, rules: Any
-) -> tuple[dict[str, tuple[LanguageModel, dict[str, Any]]], Tokenizer | None]:
-    """The models that objectives learn from, on the run's devices, and the tokenizer that all must share: the given one, else theirs."""
-    found = {}
-    for name, objective in objectives.items():
-        if isinstance(objective, Distill) and objective.labels:
-            key = f"objective.{name}.labels={objective.labels}"
-            tokenizer = _shared(tokenizer, _labels(cfg, objectives, key).tokenizer, key)
-        if not isinstance(objective, Distill) or not objective.teacher or objective.teacher in found:
-            continue
-        key, path = f"objective.{name}.teacher={objective.teacher}", cfg.path(objective.teacher)
-        try:
-            given = open_source(path, allow_targets=cfg.allow_targets, warn=io.log, mesh=mesh, rules=rules)
-        except UserError as error:
-            raise UserError(f"{key}: {str(error).removeprefix(f'source={path}: ')}") from None
-        if given.tokenizer is None:
-            raise UserError(f"{key}: has no tokenizer, so it cannot be known to read the same tokens")
-        tokenizer = _shared(tokenizer, given.tokenizer, key)
-        places = param_shardings(declare(given.model), mesh, rules)
-        found[objective.teacher] = (given.model, jax.device_put(given.params, places))
-        io.log(f"teacher: {given.folder}, {given.model.num_layers} layers")
-    return found, tokenizer
-
-
-def _shared(tokenizer: Tokenizer | None, theirs: Tokenizer, key: str) -> Tokenizer:
-    """The student's tokenizer, which must be the teacher's; a student without one takes over the teacher's."""
-    tokenizer = tokenizer or theirs
-    if list(theirs.pieces) != list(tokenizer.pieces) or theirs.eos_id != tokenizer.eos_id:
-        raise UserError(f"{key}: has another tokenizer than the student, so their predictions cannot be compared")
-    return tokenizer
-
-
-def _labels(cfg: Config, objectives: Mapping[str, Objective], key: str) -> SoftLabels:
-    """The labels of the one objective that reads some, as its fields need them."""
-    (objective, *more) = [o for o in objectives.values() if isinstance(o, Distill) and o.labels]
-    if more:
-        raise UserError(f"{key}: one objective can read labels, and another reads {more[0].labels}")
-    labels = SoftLabels.open(cfg.path(str(objective.labels)), key)
-    if labels.meta["temperature"] != objective.temperature:
-        raise UserError(
-            f"{key}: were taken at temperature {labels.meta['temperature']:g}, the objective has"
-            f" {objective.temperature:g}; set its temperature, or make labels anew with task=label"
-        )
-    if (objective.top_k or 0) > labels.top_k:
-        raise UserError(f"{key}: hold {labels.top_k} ids a token, fewer than top_k={objective.top_k}")
-    return labels
-
-
 @dataclasses.dataclass(frozen=True)
 class Fixed(TokenizerSpec):
     """A tokenizer that is already there: later stages and resumed runs must read text as the model learned it."""
@@ -320,7 +272,7 @@ class _Opener:
                     raise UserError(
                         f"{key}: labels are of the rows of one source, and data is a mix of {len(corpus.parts)}"
                     )
-                labels = _labels(self.cfg, stage.objectives, key)
+                labels = labels_of(self.cfg, stage.objectives, key)
                 labels.check(description(corpus.facts, corpus.train, stage.seq_len), key)
                 return labels
         return None

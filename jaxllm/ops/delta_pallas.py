@@ -99,6 +99,15 @@ def _tile_inverse(lower: Array) -> Array:
     return out
 
 
+def _compiler(platform: str) -> Any:
+    """Triton on GPUs: the other compiler of theirs moves tiles by copies that a column of one number does not suit."""
+    if platform != "gpu":
+        return None
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams()
+
+
 def chunk_matrices(
     q: Array, k: Array, g: Array, beta: Array, number: Array | None, bounded: bool
 ) -> tuple[Array, Array]:
@@ -121,7 +130,8 @@ def chunk_matrices(
         grid=(b * h * n,),
         in_specs=[block(x.shape[-1]) for x in operands],
         out_specs=(block(chunk), block(chunk)),
-        interpret=jax.default_backend() not in ("gpu", "tpu"),
+        interpret=(here := jax.default_backend()) not in ("gpu", "tpu"),
+        compiler_params=_compiler(here),
     )(*operands)
     t, scores = (x.reshape(b, h, n, chunk, chunk) for x in made)
     return t, scores

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from elsewhere import TARGETS, lowered
 
 from jaxllm.mesh import build_mesh, use_mesh
 from jaxllm.ops import delta_chunk
 from jaxllm.ops.delta import chunk_flops, delta_rule
 from jaxllm.ops.delta_chunk import chunked, inverse
+from jaxllm.ops.delta_pallas import chunk_matrices
 from jaxllm.ops.delta_rule import chunk_naive, recurrent, still
 from jaxllm.ops.delta_step import few_tokens
 
@@ -155,6 +157,18 @@ def test_chunks_are_the_recurrence_with_every_gradient(case, monkeypatch):
     for a, b in zip(jax.tree.leaves(got_grads), jax.tree.leaves(want_grads), strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize(("platform", "target", "call"), TARGETS)
+def test_the_kernel_lowers_for_machines_that_are_not_here(platform, target, call, bounded, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    wide, column = (jax.ShapeDtypeStruct((1, 2, 4, 32, n), jnp.float32) for n in (64, 1))
+
+    def kernel(q, k, g, beta):
+        return chunk_matrices(q, k, g, beta, None, bounded)
+
+    assert call in lowered(kernel, platform, target, wide, wide, wide, column)
 
 
 @pytest.mark.parametrize("case", ["C32-bounded", "C32-softplus", "C8-head"])

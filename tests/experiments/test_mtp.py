@@ -38,7 +38,7 @@ def sweeps(tmp_path_factory):
             (run / "config.yaml").write_text(yaml.safe_dump(config | {"seed": seed}))
             (run / "result.json").write_text("{}")
             rows = []
-            for step in range(60, config["train"]["steps"] + 1, 50):
+            for step in range(50, config["train"]["steps"] + 1, 50):
                 rows.append({"step": step, "val/loss": 5 + 0.1 * seed - step / 1000 - 0.05 * (name != "plain")})
                 for k in range(1, (config["model"].get("mtp") or {"depth": 0})["depth"] + 1):
                     rows[-1] |= {f"val/mtp_{k}/agreement": 0.5 / k, f"val/mtp_{k}/accepted": 0.4 / k}

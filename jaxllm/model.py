@@ -423,14 +423,18 @@ class LanguageModel(nn.Module, kw_only=True):
         if streams:  # entry k is the stream after k blocks: 0 = embeddings, num_layers = before the final norm
             capture["stream"] = jnp.concatenate(streams)
         if self.drafter is not None and ctx is not asked:
-            capture, more = self._drafts(capture, hidden, asked)
+            capture, more = self._drafts(capture, last, hidden, asked)
             aux = merged({k: v for k, v in aux.items() if k.startswith("metric/")}, named(more, DRAFT))
         return (None if cache is None else new_cache), Out(None, hidden, capture, aux)
 
-    def _drafts(self, capture: dict[str, Array], hidden: Array, ctx: Context) -> tuple[dict[str, Array], Aux]:
-        """What the draft head makes of the streams: `features`, and on whole sequences `draft`, whichever was asked for."""
+    def _drafts(
+        self, capture: dict[str, Array], last: Array, hidden: Array, ctx: Context
+    ) -> tuple[dict[str, Array], Aux]:
+        """What the draft head makes of the streams and of what the final norm reads (`last`) and gives (`hidden`): `features`, and on
+        whole sequences `draft`, whichever was asked for."""
         assert self.drafter is not None
-        g = self.drafter.fused(capture["stream"] if "stream" in ctx.capture else capture.pop("stream"), hidden)
+        stream = capture["stream"] if "stream" in ctx.capture else capture.pop("stream")
+        g = self.drafter.fused(stream, last, hidden)
         aux: Aux = {}
         if "features" in ctx.capture:
             capture["features"] = g
@@ -461,7 +465,8 @@ class LanguageModel(nn.Module, kw_only=True):
         if self.further is not None:
             self.further(R if self.further.on_streams else hidden, self._embed, ctx, shared)
         if self.drafter is not None:
-            g = self.drafter.fused(jnp.broadcast_to(hidden, (self.num_layers + 1, *hidden.shape)), hidden)
+            streams = jnp.broadcast_to(hidden, (self.num_layers + 1, *hidden.shape))
+            g = self.drafter.fused(streams, hidden, hidden)
             self.drafter.step(g, hidden, ctx, None, shared)
         return R, shared
 

@@ -40,17 +40,20 @@ def summary(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "taught": way,
                 "runs": len(losses),
                 "loss": statistics.mean(losses.values()),
-                "loss_sd": statistics.stdev(losses.values()) if len(losses) > 1 else 0.0,
+                "loss_sd": statistics.stdev(losses.values()) if len(losses) > 1 else None,
                 "gain": statistics.mean(gains) if gains else None,
-                "gain_sd": statistics.stdev(gains) if len(gains) > 1 else 0.0,
+                "gain_sd": statistics.stdev(gains) if len(gains) > 1 else None,
             }
         )
     return sorted(out, key=lambda row: row["loss"])
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    gain = "-" if row["gain"] is None else f"{row['gain']:+.4f} ± {row['gain_sd']:.4f}"
-    return [row["taught"], str(row["runs"]), f"{row['loss']:.4f} ± {row['loss_sd']:.4f}", gain]
+    def cell(mean: float, deviation: float | None, sign: str = "") -> str:
+        return f"{mean:{sign}.4f}" + ("" if deviation is None else f" ± {deviation:.4f}")
+
+    gain = "-" if row["gain"] is None else cell(row["gain"], row["gain_sd"], "+")
+    return [row["taught"], str(row["runs"]), cell(row["loss"], row["loss_sd"]), gain]
 
 
 HEADS = ("taught by", "runs", "validation loss", "beside text alone, same seed")

@@ -84,11 +84,13 @@ class Mix(Source):
 
 def schedule(weights: Mapping[str, float]) -> np.ndarray:
     """int64 `[PERIOD]`: which source, by number, each row of a period belongs to. Every source has at least one."""
+    if len(weights) > PERIOD:
+        raise UserError(f"data.sources: {len(weights)} sources; a mix has at most {PERIOD}, one row of a period each")
     exact = np.array(list(weights.values()), np.float64)
     exact *= PERIOD / exact.sum()
     counts = np.maximum(np.floor(exact), 1).astype(np.int64)
     while counts.sum() > PERIOD:
-        counts[np.argmax(counts - exact)] -= 1
+        counts[np.argmax(np.where(counts > 1, counts - exact, -np.inf))] -= 1
     while counts.sum() < PERIOD:
         counts[np.argmax(exact - counts)] += 1
     # Row n of m of a source stands at (n + 1/2) / m of the period; ties go to the source named first.

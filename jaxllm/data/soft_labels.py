@@ -92,7 +92,7 @@ def read_meta(folder: Path, key: str) -> dict[str, Any]:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         if meta["format"] != FORMAT or meta["ids"] not in ("<u2", "<u4") or meta["logp"] not in ("<f2", "<f4"):
             raise ValueError("of another format")
-        for name in ("rows", "seq_len", "top_k", "done"):
+        for name in ("rows", "seq_len", "top_k", "vocab_size", "done"):
             if not isinstance(meta[name], int) or meta[name] < 0:
                 raise ValueError(f"{name} is {meta[name]!r}")
         return {**meta, "temperature": float(meta["temperature"]), "text": dict(meta["text"])}

@@ -132,8 +132,16 @@ class Places:
         return count if self.snapshots is None or end <= start else end - start
 
     def snapshot(self, place: Place, length: int) -> tuple[int, int] | None:
-        """Copy the state after `length` tokens, (from, to), if that is a page border and a snapshot can be had."""
-        slot = None if self.snapshots is None or length % self.page_size else self.snapshots.take()
+        """Copy the state after `length` tokens, (from, to), if that is a page border and a snapshot can be had.
+
+        A prompt that is read in many pieces has no records until its last: its later copies, which serve more, take the place of its own
+        earlier ones before they take anybody else's.
+        """
+        if self.snapshots is None or length % self.page_size:
+            return None
+        slot = self.snapshots.take(spare=bool(place.copied))
+        if slot is None and place.copied:
+            _, slot = place.copied.pop(0)
         if slot is None:
             return None
         place.copied.append((length, slot))

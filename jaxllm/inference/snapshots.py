@@ -22,10 +22,12 @@ class Snapshots:
     def __contains__(self, record: Record) -> bool:
         return record in self._slots
 
-    def take(self) -> int | None:
-        """A slot to copy into; None where all are promised to rows whose pages have no records yet."""
+    def take(self, *, spare: bool = False) -> int | None:
+        """A slot to copy into; None where all are promised to rows whose pages have no records yet. spare: only one that is free."""
         if self._free:
             return self._free.pop()
+        if spare:
+            return None
         return self._slots.popitem(last=False)[1] if self._slots else None
 
     def keep(self, record: Record, slot: int) -> None:

@@ -116,10 +116,11 @@ class Draft(nn.Module, kw_only=True):
         """(stream, its norm, the cache, aux) of features `g` and the next tokens' embeddings `e`, both `[b t d]`."""
         raise NotImplementedError
 
-    def fused(self, stream: Array, hidden: Array) -> Array:
-        """g `[b t d]` from the trunk's streams `[L + 1, b, t, d]` and its `hidden`, after the final norm. No gradient passes."""
-        last = self.num_layers if self.hidden == "post_norm" else -1
-        parts = jnp.stack([hidden if k == last else stream[k] for k in self.ids_of_features])
+    def fused(self, stream: Array, last: Array, hidden: Array) -> Array:
+        """g `[b t d]` from the trunk's streams `[L + 1, b, t, d]`, from what its final norm reads (of a residual scheme with an end of
+        its own another array than the last stream) and from its `hidden`, after that norm. No gradient passes."""
+        end = hidden if self.hidden == "post_norm" else last
+        parts = jnp.stack([end if k == self.num_layers else stream[k] for k in self.ids_of_features])
         w = self.fuse.astype(self.dtype)
         return jnp.einsum("nbtd,nde->bte", lax.stop_gradient(parts).astype(self.dtype), w)
 

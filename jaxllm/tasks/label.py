@@ -54,14 +54,16 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
             f"data: labels are of the rows of one source, and this is a mix of {len(corpus.parts)}; name one"
         )
     store = corpus.train
-    k = min(settings.top_k, source.model.vocab_size)
+    # Rows of a head behind the tokenizer's last id are nobody's, and a student has no such ids.
+    ids_of = min(source.model.vocab_size, source.tokenizer.vocab_size)
+    k = min(settings.top_k, ids_of)
     meta = {
         **description(corpus.facts, store, train.seq_len),
         "top_k": k,
         "temperature": settings.temperature,
-        "vocab_size": source.model.vocab_size,
+        "vocab_size": ids_of,
         "teacher": checksum_of(source.params),
-        "ids": "<u2" if source.model.vocab_size <= 2**16 else "<u4",
+        "ids": "<u2" if ids_of <= 2**16 else "<u4",
         "logp": {"float16": "<f2", "float32": "<f4"}[settings.dtype],
     }
     writer = Writer(cfg.path(out), meta, source.tokenizer, f"out={out}", settings.max_gb * 1e9)
@@ -75,7 +77,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     def said(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         hidden = backbone(model, params, Context.whole(batch["tokens"], batch["segments"], batch["positions"])).hidden
         whole = Head(hidden, head(model, params, hidden), model.logit_softcap)
-        found = top_and_rest(whole, model.vocab_size, k, settings.temperature, DEFAULT_CHUNK * shards)
+        found = top_and_rest(whole, ids_of, k, settings.temperature, DEFAULT_CHUNK * shards)
         return found.ids, found.log_p
 
     plan = make_plan(store, train.seq_len, 1, 0, 0, shuffle=False)

@@ -98,6 +98,17 @@ def open_source(
     return Source(config, model, params, tokenizer, step, folder, meta)
 
 
+def has_of_its_own(path: Path, name: str, allow_targets: tuple[str, ...] = ()) -> bool:
+    """Whether the newest checkpoint at `path` is one of `model.<name>` (adapters, a draft head), by what it says of itself."""
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    if folder.name == CHECKPOINTS:
+        folder = folder / str(Checkpoints(folder).latest())
+    if is_foreign(path) or not folder.is_dir():
+        return False
+    text = read_meta(folder).get("config")
+    return isinstance(text, str) and Config.from_yaml(text, {}, allow_targets).get(f"model.{name}") is not None
+
+
 def staged(config: Config, step: int, overrides: Mapping[str, Any]) -> Config:
     """The configuration with the model as the stage that made `step` had it; what is set by `overrides` stays so."""
     start = 0.0

@@ -66,3 +66,15 @@ def labels_of(cfg: Config, objectives: Mapping[str, Objective], key: str) -> Sof
     if (objective.top_k or 0) > labels.top_k:
         raise UserError(f"{key}: hold {labels.top_k} ids a token, fewer than top_k={objective.top_k}")
     return labels
+
+
+def check_vocabulary(cfg: Config, objectives: Mapping[str, Objective], size: int) -> None:
+    """Labels may only name ids that the student, of `size` ids, has."""
+    for name, objective in objectives.items():
+        if isinstance(objective, Distill) and objective.labels:
+            key = f"objective.{name}.labels={objective.labels}"
+            theirs = labels_of(cfg, objectives, key).meta["vocab_size"]
+            if theirs > size:
+                raise UserError(
+                    f"{key}: name ids below {theirs:,}, the student has {size:,}; make them anew with task=label"
+                )

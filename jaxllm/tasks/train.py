@@ -42,8 +42,8 @@ from jaxllm.model import LanguageModel
 from jaxllm.params import declare, init_params, is_declared, plain
 from jaxllm.targets import is_node
 from jaxllm.tasks import TaskIO
-from jaxllm.tasks.source import add_base, build_model, checksum_of, open_source, overlay, pack_tokenizer
-from jaxllm.tasks.teachers import labels_of, teachers_of
+from jaxllm.tasks.source import add_base, build_model, checksum_of, has_of_its_own, open_source, overlay, pack_tokenizer
+from jaxllm.tasks.teachers import check_vocabulary, labels_of, teachers_of
 from jaxllm.training.drafts import begin_draft, check_objectives
 from jaxllm.training.loop import Data, Loop, Outside, Result
 from jaxllm.training.objectives import Distill
@@ -75,6 +75,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     teachers, tokenizer = teachers_of(cfg, io, objectives, tokenizer, mesh, place.rules)
     corpus = _corpus(cfg, io, io.run_dir, tokenizer)
     model = build_model(cfg, corpus.tokenizer)
+    check_vocabulary(cfg, objectives, model.vocab_size)
     declared = declare(model)
     check_objectives(model, objectives)
     stages = plan(settings, entries, model, optimiser, objectives, schedules, declared)
@@ -165,21 +166,22 @@ def _given(
             params = add_base(model, {}, checksum, cfg.allow_targets, io.log)
     else:
         path = cfg.path(cfg.source)
-        rest = {key: value for key, value in typed.items() if key.split(".")[1] not in ADDED}
+        fields = [name for name in added if "_target_" not in added[name]]  # of what the source has, not another one
+        new = {name: value for name, value in added.items() if name not in fields}
+        for name in fields:
+            if not has_of_its_own(path, name, cfg.allow_targets):
+                choices = " or ".join(f"+{name}@model.{name}={choice}" for choice in ADDED[name][1])
+                raise UserError(f"model.{name}: choose it by {choices}")
+        rest = {key: value for key, value in typed.items() if key.split(".")[1] not in new}
         given = open_source(path, overrides=rest, allow_targets=cfg.allow_targets, warn=io.log, mesh=mesh, rules=rules)
         if given.tokenizer is None:
             raise UserError(f"source={cfg.source}: has no tokenizer, so text cannot be read in its tokens")
         io.log(f"source: training starts from {given.folder}, with its model and tokenizer")
         node, tokenizer, params = given.config["model"], given.tokenizer, given.params
-        for name, value in added.items():
-            key, choices = ADDED[name]
-            if "_target_" not in value:
-                raise UserError(
-                    f"model.{name}: choose it by {' or '.join(f'+{name}@model.{name}={c}' for c in choices)}"
-                )
+        for name, value in new.items():
             params = without(params)
-            node, checksum = node | {name: value | {key: str(given.folder)}}, checksum_of(params)
-        if not added and node.get("draft") is not None:  # a head that is there goes on, beside the trunk that it names
+            node, checksum = node | {name: value | {ADDED[name][0]: str(given.folder)}}, checksum_of(params)
+        if not new and node.get("draft") is not None:  # a head that is there goes on, beside the trunk that it names
             checksum = given.meta.get("base") or checksum_of(without(params))
     cfg = cfg.replace({"model": node})
     if jax.process_index() == 0:

@@ -80,10 +80,11 @@ class Evaluator:
                 accepted = jnp.ones(batch["tokens"].shape, bool)
                 for k, head in enumerate(heads, 1):
                     labels = labels_ahead(batch, k)
-                    nll, said = judged(kind, params, head, labels)
+                    nll, counted, said = judged(kind, params, head, labels)
                     agree = said == ahead(trunk, k)
                     accepted = accepted & agree
                     found |= {f"{kind}_{k}/nll": nll, f"{kind}_{k}/weight": jnp.sum(labels["weights"])}
+                    found |= {f"{kind}_{k}/counted": counted}
                     found |= {f"{kind}_{k}/agreement": jnp.sum(agree * labels["weights"])}
                     found |= {f"{kind}_{k}/accepted": jnp.sum(accepted * labels["weights"])}
             return found
@@ -93,13 +94,14 @@ class Evaluator:
 
         def judged(
             kind: str, params: Mapping[str, Any], head: jax.Array, labels: Mapping[str, jax.Array]
-        ) -> tuple[jax.Array, jax.Array]:
-            """The loss of a head's hidden states, summed, and the ids it would choose `[b t]`."""
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """The loss of a head's hidden states, summed over the tokens it has an id for, their weight, and the ids it would choose
+            `[b t]`."""
             chunk = DEFAULT_CHUNK * shards
             ids = params[DRAFT].get("ids") if kind == "draft" else None
             if ids is None:
                 _, stats = next_token(model, params, head, labels, chunk=chunk)
-                return stats.nll, top_tokens(model, params, head, chunk)
+                return stats.nll, jnp.sum(labels["weights"]), top_tokens(model, params, head, chunk)
             w = model.draft_head_weight(params)
             place = jnp.minimum(jnp.searchsorted(ids, labels["labels"]), len(ids) - 1)
             weights = jnp.where(ids[place] == labels["labels"], labels["weights"], 0.0)
@@ -108,7 +110,7 @@ class Evaluator:
             _, stats = chunked_cross_entropy(
                 head, w, place, weights, valid_vocab=len(ids), softcap=softcap, chunk=chunk
             )
-            return stats.nll, ids[top_of(head, w, chunk)]
+            return stats.nll, jnp.sum(weights), ids[top_of(head, w, chunk)]
 
         self._sums: Callable[..., dict[str, jax.Array]] = jax.jit(sums)
         if log is not None:
@@ -175,8 +177,12 @@ def _of_modules(total: Mapping[str, float]) -> dict[str, float]:
     found = {}
     stems = [key.removesuffix("weight") for key in total if key.endswith("/weight")]
     for stem in [stem for stem in stems if stem.startswith(("mtp_", "draft_"))]:
-        for name, key in {"loss": "nll", "agreement": "agreement", "accepted": "accepted"}.items():
-            count = total[f"{stem}weight"]
+        for name, key, of in (
+            ("loss", "nll", "counted"),
+            ("agreement",) * 2 + ("weight",),
+            ("accepted",) * 2 + ("weight",),
+        ):
+            count = total[f"{stem}{of}"]
             found[stem + name] = total[stem + key] / count if count else math.nan
     return found
 

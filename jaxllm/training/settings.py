@@ -146,7 +146,7 @@ class LabelSettings:
     """
 
     top_k: int = 32
-    temperature: float = 1.0
+    temperature: float = 2.0
     dtype: Literal["float16", "float32"] = "float16"
     max_gb: float = 20.0
     flush_every: int = 50

@@ -29,6 +29,9 @@ def test_every_stretch_of_rows_has_its_shares():
     counts = np.cumsum(rows[:, None] == np.arange(3), axis=0)
     assert np.abs(counts - shares * np.arange(1, len(rows) + 1)[:, None]).max() < 2.5
     assert np.bincount(schedule({"big": 1e6, "tiny": 1.0})).tolist() == [PERIOD - 1, 1]
+    assert np.bincount(schedule({"big": 0.9998, "b": 0.0001, "c": 0.0001})).tolist() == [PERIOD - 2, 1, 1]
+    with pytest.raises(UserError, match="data.sources: 1025 sources; a mix has at most 1024"):
+        schedule(dict.fromkeys(map(str, range(PERIOD + 1)), 1.0))
     assert np.bincount(schedule({str(i): 1.0 for i in range(3)})).tolist() == [342, 341, 341]
 
 

@@ -51,7 +51,9 @@ def test_the_commands_of_the_study(script, monkeypatch, capsys, tmp_path):
     )
     assert [row["context"] for row in steps] == [16, 64]
     assert all(row["paged"]["median_ms"] > 0 and row["ratio_median_ms"] > 0 for row in steps)
-    assert 0 < steps[-1]["overhead"]["host"] < 1 or steps[-1]["overhead"]["host_ms"] > 0
+    overhead = steps[-1]["overhead"]
+    assert overhead["host_ms"] > 0
+    assert overhead["host"] == pytest.approx(overhead["host_ms"] / overhead["step_ms"])
     batching = script("batching")
     static, continuous, ratios = run(
         batching, monkeypatch, capsys, "--toy", "--layers", 1, "--rows", 2, "--requests", 5, "--rounds", 1

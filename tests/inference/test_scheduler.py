@@ -159,13 +159,29 @@ def test_states_are_copied_at_borders_and_the_longest_unused_copy_goes_first():
     ]  # copies after 8 tokens and after 12, the last border before its last token
     assert cached(first[:9] + [3]) == 8  # a prompt that goes on differently
     assert cached(first[:6]) == 0  # pages alone are no use
-    assert [cached(second), cached(first)] == [0, 0] and cached(third) == 0
+    # The second prompt takes the copy that was used longest ago, and for its own later border its own earlier one.
+    assert [cached(second), cached(first)] == [0, 4] and cached(third) == 0
     assert [s.places.cut(0, 8, 13), s.places.cut(8, 5, 13), s.places.cut(12, 1, 13), s.places.cut(0, 3, 13)] == [
         8,
         4,
         1,
         3,
     ]
+
+
+def test_a_long_prompt_takes_the_place_of_its_own_earlier_copies_and_of_nobody_elses():
+    """Five borders, two copies: the last two stay, and where another prompt has a copy, it and the last one."""
+    s = scheduler(snapshots=2, rows=2, chunk=8, pages=40)
+    device = FakeDevice(s)
+    short, long = [1] * 9, [2] * 41
+
+    def cached(prompt):
+        one = request(prompt, 2)
+        device.run([one])
+        return one.cached
+
+    assert [cached(short), cached(long)] == [0, 0]
+    assert [cached(long), cached(short)] == [40, 8]
 
 
 def test_a_small_pool_preempts_and_loses_nothing():

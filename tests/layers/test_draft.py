@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.compose import component
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
 from jaxllm.layers.draft import Eagle3, ModuleDraft
@@ -138,6 +139,20 @@ def test_features_are_the_trunk_s_streams_and_acceptance_is_one_by_construction(
         for j in range(3):
             agree = said[j, :, : 11 - j] == trunk[:, j + 1 :]
             assert agree.all() if accepted else agree.mean() < 0.5, j
+
+
+def test_the_last_feature_is_what_the_final_norm_reads_whatever_the_residual_scheme():
+    """Attention residuals end with a sum of their own, which is not the last layer's stream."""
+    model = model_of(ModuleDraft, functools.partial(GQA, num_heads=4), features=(3,), hidden="pre_norm")
+    model = model.clone(residual=component("residual", "attnres"))
+    params = contract.randomised(model)
+    params["draft"]["fuse"] = np.eye(contract.D, dtype=np.float32)[None]
+    ctx = Context.whole(TOKENS, capture=("features", "stream"))
+    out = jax.jit(lambda p: model.apply({"params": p}, ctx, method="backbone")[1])(params)
+    g = np.asarray(out.capture["features"])
+    normed = g / np.sqrt((g * g).mean(-1, keepdims=True) + model.norm_eps) * params["final_norm"]["scale"]
+    np.testing.assert_allclose(normed, out.hidden, atol=1e-4)
+    assert not np.allclose(g, out.capture["stream"][3], atol=1e-2)
 
 
 def test_roles_that_cannot_draft_are_refused_in_one_line():

@@ -1,6 +1,7 @@
 """Distillation in the train step: nothing to learn from oneself, labels on disk as good as the teacher, who stays out of the state."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
 from jaxllm.ops.divergence import Head, top_and_rest
 from jaxllm.params import init_params
+from jaxllm.tasks.teachers import check_vocabulary
 from jaxllm.training.feed import place
 from jaxllm.training.losses import backbone
 from jaxllm.training.objectives import Distill, NextToken
@@ -66,7 +68,7 @@ def test_labels_on_disk_stand_for_the_teacher(tiny, tmp_path, dtype, tolerance):
     params = init_params(teacher, jax.random.key(7))
     store = TokenStore.of(np.split(np.random.default_rng(0).integers(1, 31, 90), [7, 20, 50, 55]))
     plan = make_plan(store, 12, 1, 0, 0, shuffle=False)
-    meta = description({}, store, 12) | {"top_k": 6, "temperature": 2.0, "ids": "<u2", "logp": dtype}
+    meta = description({}, store, 12) | {"top_k": 6, "vocab_size": 31, "temperature": 2.0, "ids": "<u2", "logp": dtype}
     tokenizer = Bytes().fit([], tmp_path)
     writer = Writer(tmp_path / "l", meta, tokenizer, "out", 1e9)
 
@@ -78,6 +80,10 @@ def test_labels_on_disk_stand_for_the_teacher(tiny, tmp_path, dtype, tolerance):
     writer.put(*said(place(plan.gather(np.arange(8), 0))))
     writer.flush()
     labels = SoftLabels.open(tmp_path / "l", "labels")
+    cfg, reads = SimpleNamespace(path=tmp_path.joinpath), {"kd": dataclasses.replace(KD, teacher=None, labels="l")}
+    check_vocabulary(cfg, reads, 31)
+    with pytest.raises(UserError, match="objective.kd.labels=l: name ids below 31, the student has 30; make them anew"):
+        check_vocabulary(cfg, reads, 30)
     with_labels = Loader(store, 4, 12, seed=3, labels=labels)
     batches = [with_labels.batch(n) for n in (1, 2)]
     assert {"soft_ids", "soft_logp"} <= batches[0].keys()

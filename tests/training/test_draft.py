@@ -18,7 +18,7 @@ from jaxllm.layers.draft import Eagle3, ModuleDraft
 from jaxllm.measure.jsonl import read_metrics
 from jaxllm.params import declare, init_params
 from jaxllm.tasks import TaskIO, convert, evaluate, train
-from jaxllm.tasks.source import open_source, overlay
+from jaxllm.tasks.source import has_of_its_own, open_source, overlay
 from jaxllm.training.drafts import begin_draft, check_objectives, frequent_ids, from_offsets, to_offsets
 from jaxllm.training.objectives import Draft, NextToken
 from jaxllm.training.state import leaves_by_path, new_state
@@ -176,6 +176,7 @@ def test_mistakes_are_one_line(done, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             begun(folder, kind, **fields)
+    assert has_of_its_own(folder / "head", "draft") and not has_of_its_own(folder / "trunk", "draft")
     with_head, without = begun(folder, Eagle3)[0], open_source(folder / "trunk").model
     with pytest.raises(UserError, match="only the head can be trained; add objective=draft"):
         check_objectives(with_head, {"next_token": NextToken()})

@@ -7,6 +7,7 @@ With `-m` every job has a folder and a JSON line of its own, and the exit code i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import gc
@@ -56,10 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     session = Session(main_pid=os.getpid(), cwd=Path.cwd(), full_error=full_error)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)  # a process that ends need not look through all that was traced once more
     collections = gc.get_threshold()
-    if (
-        "task=count" in arguments
-    ):  # millions of traced objects, hardly a cycle among them, and a fifth of its time to look
+    if "task=count" in arguments:
+        # It traces millions of objects, hardly a cycle among them, and looking for one took a fifth of its time.
         gc.set_threshold(100_000, 50, 50)
     try:
         sys.argv = ["jaxllm", *session.read(arguments)]

@@ -71,7 +71,7 @@ def by_position(
 ) -> tuple[dict[str, Any], int]:
     """{variant: a curve for each run} of nats over `times` the trained length, and that length."""
     from jaxllm.tasks.source import open_source
-    from jaxllm.tasks.train import Fixed
+    from jaxllm.tasks.texts import Fixed
 
     study, curves, length = other_study("long_context"), {}, 0
     for name, group in runs.items():
@@ -92,7 +92,7 @@ def decays(run: Path, log: Callable[..., None]) -> list[tuple[np.ndarray, np.nda
     """(alpha `[t h (k)]`, beta `[t h]`) of every linear layer over a held-out text, in order."""
     from jaxllm.layers.base import Context
     from jaxllm.tasks.source import open_source
-    from jaxllm.tasks.train import Fixed
+    from jaxllm.tasks.texts import Fixed
 
     source = open_source(run)
     text = source.config.build("data")

@@ -113,7 +113,7 @@ def read_run(run: Path, overrides: Mapping[str, Any], tokens: np.ndarray) -> np.
 def text_of(run: Path, length: int, most: int, log: Callable[[str], None]) -> np.ndarray:
     """Windows of the run's held-out text."""
     from jaxllm.tasks.source import open_source
-    from jaxllm.tasks.train import Fixed
+    from jaxllm.tasks.texts import Fixed
 
     source = open_source(run)
     text = source.config.build("data")

@@ -116,7 +116,7 @@ def measure(folder: Path, batches: int) -> list[dict[str, Any]]:
 
     from jaxllm.data.loader import Loader
     from jaxllm.tasks.source import build_model, open_source
-    from jaxllm.tasks.train import Fixed
+    from jaxllm.tasks.texts import Fixed
     from jaxllm.training.evaluation import Evaluator
     from jaxllm.training.settings import TrainSettings
 

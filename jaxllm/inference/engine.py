@@ -11,7 +11,6 @@ of a batch, no chunk, preemption or reused prefix changes what the model compute
 """
 
 import dataclasses
-import functools
 import itertools
 import secrets
 import threading
@@ -27,61 +26,23 @@ import numpy as np
 
 from jaxllm.data.vocabulary import Tokenizer
 from jaxllm.errors import UserError
+from jaxllm.inference.answers import Answer, Event, answer, table
 from jaxllm.inference.blocks import Identity
 from jaxllm.inference.layout import laid_out
 from jaxllm.inference.paging import Places
 from jaxllm.inference.requests import Request, State
-from jaxllm.inference.runner import Batch, Runner, Sizes, bucket, powers
+from jaxllm.inference.runner import Batch, Runner
 from jaxllm.inference.sampling import Sampling, SamplingParams, Wishes
 from jaxllm.inference.scheduler import Chunk, Plan, Scheduler
 from jaxllm.inference.settings import EngineSettings
+from jaxllm.inference.sizes import bucket, sizes_of
 from jaxllm.inference.texting import TextStream
 from jaxllm.model import LanguageModel
-from jaxllm.pages import leaves_of
 from jaxllm.params import unstack
-
-DEFAULT_LENGTH = 2048  # of the longest sequence, where the model sets no limit
-SMALLEST_CHUNK = 16
 
 
 class QueueFull(UserError):
     """More requests wait than `server.queue` allows: try again later."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """News of a request: the ids that the host has just seen, the text that became certain, and at its end how it finished.
-
-    start: how many new ids came before these; the request itself may have gone on by the time somebody looks.
-    """
-
-    request: Request
-    tokens: tuple[int, ...]
-    text: str
-    finish: str | None = None
-    start: int = 0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A finished request. tokens: new ids, the one that ended it included; text: their text, without a stop text and what follows.
-
-    finish: "stop", "length", "abort" or "error". logprobs: of each new id, and top: the most likely ids beside it, where they were
-    asked for. cached: tokens of the prompt that were found in the cache. Times in seconds since the submission.
-    """
-
-    prompt_ids: list[int]
-    tokens: list[int]
-    text: str
-    finish: str
-    index: int = 0
-    cached: int = 0
-    logprobs: list[float] | None = None
-    top: list[dict[int, float]] | None = None
-    prompt_logprobs: list[float | None] | None = None
-    prompt_top: list[dict[int, float] | None] | None = None
-    ttft_s: float = 0.0
-    seconds: float = 0.0
 
 
 @dataclass
@@ -442,7 +403,7 @@ class Engine:
             return
         if request.params.logprobs is not None:
             request.logprobs.append(logprob)
-            request.top.append(_table(top, request.params.logprobs))
+            request.top.append(table(top, request.params.logprobs))
         stream = self._streams[request.number]
         stopped = token in request.stops and request.written > request.params.min_tokens
         text = "" if stopped else stream.push(token, may_stop=request.written >= request.params.min_tokens)
@@ -472,7 +433,7 @@ class Engine:
         wanted = request.params.prompt_logprobs or 0
         for i in range(count):
             request.prompt_logprobs.append(float(scored[i]))
-            request.prompt_top.append(_table((ids[i], values[i]), wanted))
+            request.prompt_top.append(table((ids[i], values[i]), wanted))
         if request.params.max_tokens == 0 and len(request.prompt_logprobs) == len(request.prompt):
             self._end(request, "length")  # nothing is to be drawn
 
@@ -529,64 +490,3 @@ _NOBODY = Request([0], SamplingParams(), 0, Identity(), state=State.DONE)
 def _scored(chunk: Chunk) -> bool:
     """Whether log probabilities of a piece's own tokens are wanted."""
     return chunk.request.params.prompt_logprobs is not None and chunk.start < len(chunk.request.prompt)
-
-
-def _table(top: Sequence[np.ndarray], count: int) -> dict[int, float]:
-    """The `count` most likely ids and their log probabilities."""
-    if not top or not count:
-        return {}
-    return {int(i): float(p) for i, p in zip(top[0][:count], top[1][:count], strict=True)}
-
-
-def answer(request: Request, text: str) -> Answer:
-    """What became of a request that has ended."""
-    asked = request.params.logprobs is not None
-    scored = request.params.prompt_logprobs is not None
-    end = request.ended or request.arrival
-    return Answer(
-        prompt_ids=list(request.prompt),
-        tokens=request.outputs,
-        text=text,
-        finish=request.finish or "error",
-        index=request.index,
-        cached=request.cached,
-        logprobs=request.logprobs if asked else None,
-        top=request.top if asked else None,
-        prompt_logprobs=request.prompt_logprobs if scored else None,
-        prompt_top=request.prompt_top if scored else None,
-        ttft_s=(request.first or end) - request.arrival,
-        seconds=end - request.arrival,
-    )
-
-
-def sizes_of(model: LanguageModel, s: EngineSettings) -> Sizes:
-    """Shapes of an engine's pools and calls, with what null means filled in."""
-    length = s.max_len or model.max_seq_len or DEFAULT_LENGTH
-    if model.max_seq_len is not None and length > model.max_seq_len:
-        raise UserError(f"server.max_len: {length} is longer than model.max_seq_len={model.max_seq_len}")
-    chunk = min(s.chunk, length)
-    tokens = tuple(s.token_buckets or powers(min(SMALLEST_CHUNK, chunk), chunk))
-    if s.cache == "contiguous":
-        return Sizes(s.rows, length, 0, length, (s.rows,), tokens, (1,))
-    most = -(-length // s.page_size)
-    pages = s.pages or s.rows * most
-    rows = tuple(s.row_buckets or powers(1, s.rows))
-    # Who reads pages in place looks at no more of a table than its rows have: one width serves them all.
-    in_place = s.kernel != "naive" and all(model.mixer(role).reads_pages for g in model.groups for role, _ in g.period)
-    widths = tuple(s.width_buckets or ((most,) if in_place else powers(min(8, most), most, 4)))
-    if rows[-1] < s.rows:
-        raise UserError(f"server.row_buckets: {list(rows)} has no place for rows={s.rows}")
-    if widths[-1] < most:
-        raise UserError(f"server.width_buckets: {list(widths)} has no place for {most} pages, of max_len={length}")
-    snapshots = (
-        (s.rows if s.snapshots is None else s.snapshots) if s.prefix_cache and not shares(model, s.page_size) else 0
-    )
-    call = max(s.step_tokens, tokens[-1])
-    return Sizes(s.rows, length, pages + 1, s.page_size, rows, tokens, widths, call, snapshots)
-
-
-def shares(model: LanguageModel, page_size: int) -> bool:
-    """Whether all that the model remembers of a row grows with it, and so lies in pages."""
-    roles = {role for group in model.groups for role, _ in group.period}
-    kinds = (functools.partial(model.mixer(role).init_cache, dtype=model.compute_dtype) for role in roles)
-    return all(leaf.axis is not None for make in kinds for leaf in leaves_of(make, 2 * page_size))

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxllm.data.vocabulary import Tokenizer
 from jaxllm.errors import UserError
-from jaxllm.inference.engine import Event
+from jaxllm.inference.answers import Event
 from jaxllm.inference.requests import Request
 from jaxllm.inference.sampling import SamplingParams
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,36 +33,13 @@ from jaxllm.inference.sampling import (
     sample,
     top_logprobs,
 )
+from jaxllm.inference.sizes import Sizes, bucket
 from jaxllm.layers.base import Context
 from jaxllm.measure.watch import Programs
 from jaxllm.model import LanguageModel
 from jaxllm.pages import PAGES, Paged, Pages
 
 COPIES = 8  # pages that one call copies
-
-
-class Sizes(NamedTuple):
-    """Shapes of everything. rows, tokens, widths: the bucket lists, ascending. pages 0: contiguous, one row a slot. call: tokens, padding
-    included, of a call on several prompts at most. snapshots: slots for copies of states, behind those of the rows."""
-
-    slots: int
-    length: int
-    pages: int
-    page_size: int
-    rows: tuple[int, ...]
-    tokens: tuple[int, ...]
-    widths: tuple[int, ...]
-    call: int = 0
-    snapshots: int = 0
-
-    @property
-    def contiguous(self) -> bool:
-        return self.pages == 0
-
-    def together(self, tokens: int) -> int:
-        """Prompts of which one call takes a piece of `tokens` tokens each: a number of `rows`, or 1."""
-        fitting = [n for n in self.rows if n * tokens <= self.call]
-        return 1 if self.contiguous or not fitting else fitting[-1]
 
 
 @struct.dataclass
@@ -321,17 +298,3 @@ def _groups(pairs: Sequence[tuple[int, int]]) -> Iterator[np.ndarray]:
         group = pairs[start : start + COPIES]
         some[:, : len(group)] = np.array(group, np.int32).T
         yield some
-
-
-def bucket(sizes: Sequence[int], n: int) -> int:
-    """The smallest of the sizes that holds n."""
-    return next(size for size in sizes if size >= n)
-
-
-def powers(smallest: int, largest: int, step: int = 2) -> tuple[int, ...]:
-    """smallest, smallest * step, .. and largest itself."""
-    out, n = [], smallest
-    while n < largest:
-        out.append(n)
-        n *= step
-    return (*out, largest)

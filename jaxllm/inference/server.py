@@ -24,7 +24,8 @@ from starlette.routing import Route
 from jaxllm.data.chat import ChatTemplate
 from jaxllm.errors import UserError
 from jaxllm.inference import protocol
-from jaxllm.inference.engine import Event, QueueFull
+from jaxllm.inference.answers import Event
+from jaxllm.inference.engine import QueueFull
 from jaxllm.inference.metrics import Metrics
 from jaxllm.inference.protocol import Asked, Head, ProtocolError
 from jaxllm.inference.sampling import SamplingParams

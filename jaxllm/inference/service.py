@@ -12,7 +12,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from jaxllm.inference.engine import Engine, Event
+from jaxllm.inference.answers import Event
+from jaxllm.inference.engine import Engine
 from jaxllm.inference.requests import Request, State
 from jaxllm.inference.sampling import SamplingParams
 

@@ -56,6 +56,15 @@ def attention_weights(
     return weights / jnp.where(total > 0, total, 1.0)
 
 
+def normalised(scores: Array, sinks: Array | None, axis: int = -1) -> tuple[Array, Array, Array]:
+    """Of masked scores over `axis`: weights before their division, their sum, and the maximum; a row without any key gives zeros."""
+    top = jnp.maximum(jnp.max(scores, axis=axis, keepdims=True), LOWEST if sinks is None else sinks)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=axis, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - top)
+    return weights, jnp.where(total > 0, total, 1.0), top
+
+
 Static = tuple[float, float | None, int, int | None]  # scale, softcap, causal blocks, span
 
 
@@ -94,11 +103,7 @@ def _block(
     """
     b, g, r, t, _ = q.shape
     scores, _ = scores_under(q, k, mask, scale, softcap)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST if sinks is None else sinks)
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    total = total if sinks is None else total + jnp.exp(sinks - top)
-    total = jnp.where(total > 0, total, 1.0)
+    weights, total, top = normalised(scores, sinks)
     out = per_head("ns,sv->nv", _rows(weights).astype(v.dtype), v)
     return (out.reshape(b, g, r, t, -1) / total).astype(v.dtype), top + jnp.log(total)
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxllm.ops.attention import LOWEST
+from jaxllm.ops.attention import LOWEST, normalised
 from jaxllm.ops.mask import Mask, visible
-from jaxllm.ops.sparse_attention import chosen_mask, normalised, rows_at
+from jaxllm.ops.sparse_attention import chosen_mask, rows_at
 from jaxllm.ops.topk import Docs, reachable
 
 SCORES = 2**22  # scores that a block of queries holds at a time
@@ -102,7 +102,7 @@ def attend_compressed(
         seen = visible(own[0], tokens.positions, own[1], tokens.docs, Mask(window=window))
         scores = jnp.where(seen[:, :, None], _scores(part["q"], tokens.keys, scale), 10 * LOWEST)
         if far is None or entries is None:
-            weights, total = normalised(scores, sinks[:, None])
+            weights, total, _ = normalised(scores, sinks[:, None])
             return (_values(weights, tokens.keys) / total).astype(q.dtype), None
         e = entries.shape[1]
         if far.gather and far.chosen is not None:
@@ -112,7 +112,7 @@ def attend_compressed(
             seen = reachable(part["reach"], e, docs) if far.chosen is None else chosen_mask(part["index"], e)
             keys = entries
         more = jnp.where(seen[:, :, None], _scores(part["q"], keys, scale), 10 * LOWEST)
-        weights, total = normalised(jnp.concatenate([scores, more], axis=-1), sinks[:, None])
+        weights, total, _ = normalised(jnp.concatenate([scores, more], axis=-1), sinks[:, None])
         here, there = weights[..., : scores.shape[-1]], weights[..., scores.shape[-1] :]
         out = (_values(here, tokens.keys) + _values(there, keys)) / total
         mass = jnp.sum(there / total, axis=2) if want_mass else None
@@ -147,7 +147,7 @@ def mass_on_entries(
     reached = None if far.docs is None else (far.docs[0][:, at], far.docs[1])
     there = reachable(far.reach[:, at], far.entries.shape[1], reached)
     more = jnp.where(there[:, :, None], _scores(q, far.entries, scale), 10 * LOWEST)
-    weights, total = normalised(jnp.concatenate([scores, more], axis=-1), sinks[:, None])
+    weights, total, _ = normalised(jnp.concatenate([scores, more], axis=-1), sinks[:, None])
     return jnp.sum(weights[..., window:] / total, axis=2), there
 
 

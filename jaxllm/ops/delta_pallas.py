@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxllm.ops import triton
 from jaxllm.ops.delta_pairs import TILE
 
 
@@ -99,15 +100,6 @@ def _tile_inverse(lower: Array) -> Array:
     return out
 
 
-def _compiler(platform: str) -> Any:
-    """Triton on GPUs: the other compiler of theirs moves tiles by copies that a column of one number does not suit."""
-    if platform != "gpu":
-        return None
-    from jax.experimental.pallas import triton
-
-    return triton.CompilerParams()
-
-
 def chunk_matrices(
     q: Array, k: Array, g: Array, beta: Array, number: Array | None, bounded: bool
 ) -> tuple[Array, Array]:
@@ -131,7 +123,7 @@ def chunk_matrices(
         in_specs=[block(x.shape[-1]) for x in operands],
         out_specs=(block(chunk), block(chunk)),
         interpret=(here := jax.default_backend()) not in ("gpu", "tpu"),
-        compiler_params=_compiler(here),
+        compiler_params=triton.compiler() if here == "gpu" else None,
     )(*operands)
     t, scores = (x.reshape(b, h, n, chunk, chunk) for x in made)
     return t, scores

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxllm.ops.attention import LOWEST, causal_blocks, scores_under
+from jaxllm.ops.attention import LOWEST, causal_blocks, normalised, scores_under
 from jaxllm.ops.mask import visible
-from jaxllm.ops.sparse_attention import SCORES, by_queries, normalised, rows_at
+from jaxllm.ops.sparse_attention import SCORES, by_queries, rows_at
 from jaxllm.ops.topk import index_scores, reachable, top_k_naive
 
 SCORED = 2**24  # bytes of index keys that a block of queries gathers at a time
@@ -144,7 +144,7 @@ def beside_all(
     b, t, h, _ = q.shape
     g = k.shape[1]
     grouped = q.reshape(b, t, g, h // g, -1).transpose(0, 2, 3, 1, 4)
-    weights, total = normalised(scores_under(grouped, k, seen, scale, softcap)[0], sinks)
+    weights, total, _ = normalised(scores_under(grouped, k, seen, scale, softcap)[0], sinks)
     mass = lax.stop_gradient(jnp.sum(weights / total, axis=(1, 2)))
     if pools is not None:
         tokens, seen = pools

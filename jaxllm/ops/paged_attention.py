@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.errors import UserError
-from jaxllm.ops.attention import LOWEST, attend_cache, per_group, per_head
+from jaxllm.ops.attention import LOWEST, attend_cache, normalised, per_group, per_head
 from jaxllm.ops.blockwise import State, online_finish, online_start, online_step, query_blocks, tokens_of
 from jaxllm.ops.mask import Mask
 from jaxllm.ops.paged_pallas import lacks, paged_decode
@@ -30,6 +30,8 @@ from jaxllm.ops.paged_pallas import lacks, paged_decode
 KERNELS = ("auto", "naive", "blocks", "pallas")
 # Keys, and queries, of a block. Measured on CPU, 8 rows of 1,024 tokens: 64 keys a block took 1.2 times as long, 1,024 2 to 4 times.
 BLOCK = 256
+FEW = 16  # new tokens a row up to which the kernel is meant, and scores of all keys are kept
+MOST_SCORES = 2**24  # of them
 
 
 def check_kernel(name: str) -> None:
@@ -102,10 +104,6 @@ def paged_attention(
         return paged_decode(q, pages.k, pages.v, pages.table, positions, valid, **scores)
     attend = paged_naive if name == "naive" else paged_blocks
     return attend(q, pages, positions, valid, mask, **scores)
-
-
-FEW = 16  # new tokens a row up to which the kernel is meant, and scores of all keys are kept
-MOST_SCORES = 2**24
 
 
 def paged_naive(
@@ -216,11 +214,7 @@ def _two_passes(
         scores = softcap * jnp.tanh(scores / softcap)
     seen = mask.sees(positions[:, :, None], jnp.arange(keys, dtype=jnp.int32)) & valid[:, :, None]
     scores = jnp.where(seen[:, None, None], scores, 10 * LOWEST)
-    start = per_group(sinks, g)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST if start is None else start)
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    total = total if start is None else total + jnp.exp(start - top)
+    weights, total, _ = normalised(scores, per_group(sinks, g))
     weights = weights.reshape(b, g, -1, keys).astype(q.dtype)
 
     def add(i: Any, out: Array) -> Array:
@@ -228,5 +222,5 @@ def _two_passes(
         return out + per_head("ns,sv->nv", part, block(pages.v, i))
 
     out = lax.fori_loop(0, count, add, jnp.zeros((b, g, flat.shape[2], v), jnp.float32))
-    out = out.reshape(*rows.shape[:4], v) / jnp.where(total > 0, total, 1.0)
+    out = out.reshape(*rows.shape[:4], v) / total
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, v).astype(q.dtype)

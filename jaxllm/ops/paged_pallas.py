@@ -12,7 +12,6 @@ Each program gives its unnormalised output, maximum and sum; `_joined` makes one
 """
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -20,10 +19,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxllm.ops import triton
 from jaxllm.ops.attention import LOWEST
 from jaxllm.ops.mask import Mask
 
-_TRITON = "jax.experimental.pallas.triton"  # deprecated in JAX 0.12, which has no other compiler that gathers pages
 GPU_PAGES, GPU_SPLITS = 4, 8  # pages of a turn of the loop; programs of a row and head at most
 _MASKED = 10 * LOWEST  # a masked score: far below any maximum
 
@@ -33,8 +32,8 @@ def lacks(q: Array, k: Array, v: Array, mask: Mask, platform: str, *, asked: boo
     on_gpu = platform in ("gpu", "cuda", "rocm")
     if not on_gpu and platform != "tpu" and not asked:
         return f"it runs on GPUs and TPUs, not on {platform}"
-    if on_gpu and importlib.util.find_spec(_TRITON) is None:
-        return f"this JAX {jax.__version__} has no {_TRITON}"
+    if on_gpu and not triton.is_there():
+        return f"this JAX {jax.__version__} has no {triton.MODULE}"
     if mask != Mask():
         return "it knows causal masks only"
     mesh = jax.sharding.get_abstract_mesh()
@@ -256,8 +255,6 @@ def _gpu_kernel(
 def _gpu(
     q: Array, k: Array, v: Array, table: Array, start: Array, new: Array, *, step: Any, interpret: bool
 ) -> list[Array]:
-    from jax.experimental.pallas import triton
-
     b, g, n, _ = q.shape
     width = v.shape[-1]
     splits = max(1, min(GPU_SPLITS, table.shape[1] // GPU_PAGES))
@@ -280,9 +277,7 @@ def _gpu(
             *map(whole, pools),
         ],
         out_specs=[pl.BlockSpec((None, None, None, *shape), lambda i, j, z: (i, j, z, 0, 0)) for shape in shapes],
-        compiler_params=triton.CompilerParams(
-            num_warps=4
-        ),  # names the compiler: the other one wants tiles in shared memory
+        compiler_params=triton.compiler(num_warps=4),
         interpret=interpret,
     )(table, start, new, q, *pools)
     return parts

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxllm.ops.attention import LOWEST, causal_blocks, per_head, scores_under
+from jaxllm.ops.attention import LOWEST, causal_blocks, normalised, per_head, scores_under
 
 GATHERED = 2**22  # bytes of keys that a block of queries gathers at a time
 SCORES = 2**22  # scores that a block of queries holds at a time, masked
@@ -30,15 +30,6 @@ PENALTY = 4.0  # a gathered multiply-add costs this many masked ones: keys are c
 def gathered_is_cheaper(s: float, n: int, gathered: float, masked: float) -> bool:
     """Whether n keys of a query's own beat s common ones, of so many multiply-adds each per head."""
     return PENALTY * n * gathered < s * masked
-
-
-def normalised(scores: Array, sinks: Array | None, axis: int = -1) -> tuple[Array, Array]:
-    """Weights before their division and their sum, of masked scores over `axis`; a row without any key gives zeros."""
-    top = jnp.maximum(jnp.max(scores, axis=axis, keepdims=True), LOWEST if sinks is None else sinks)
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=axis, keepdims=True)
-    total = total if sinks is None else total + jnp.exp(sinks - top)
-    return weights, jnp.where(total > 0, total, 1.0)
 
 
 def rows_at(x: Array, index: Array) -> Array:
@@ -97,7 +88,7 @@ def attend_gathered(
         )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        weights, total = normalised(jnp.where((places < s)[..., None], scores, 10 * LOWEST), sinks, axis=2)
+        weights, total, _ = normalised(jnp.where((places < s)[..., None], scores, 10 * LOWEST), sinks, axis=2)
         v = own[0] if value is None else rows_at(value, places)
         out = jnp.einsum("btnh,btnv->bthv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)[..., :width]
         out = out / jnp.swapaxes(total, 2, 3)
@@ -133,7 +124,7 @@ def attend_masked(
         c = q.shape[1]
         grouped = q.reshape(b, c, g, h // g, -1).transpose(0, 2, 3, 1, 4)
         scores, _ = scores_under(grouped, k, chosen_mask(places, k.shape[2]), scale, softcap)
-        weights, total = normalised(scores, sinks)
+        weights, total, _ = normalised(scores, sinks)
         rows = weights.reshape(b, g, -1, k.shape[2]).astype(v.dtype)
         out = per_head("ns,sv->nv", rows, v).reshape(*scores.shape[:-1], -1) / total
         mass = None

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxllm.errors import UserError
-from jaxllm.inference.engine import Engine, answer
+from jaxllm.inference.answers import answer
+from jaxllm.inference.engine import Engine
 from jaxllm.inference.sampling import SamplingParams
 from jaxllm.inference.settings import EngineSettings, GenerateSettings
 from jaxllm.tasks import TaskIO

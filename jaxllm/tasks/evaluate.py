@@ -19,7 +19,7 @@ from jaxllm.mesh import build_mesh, check_batch, param_shardings, use_mesh
 from jaxllm.params import declare
 from jaxllm.tasks import TaskIO, eval_suites
 from jaxllm.tasks.source import open_source
-from jaxllm.tasks.train import Fixed
+from jaxllm.tasks.texts import Fixed
 from jaxllm.training.evaluation import Evaluator
 from jaxllm.training.likelihood import Scorer
 from jaxllm.training.loop import batch_shards

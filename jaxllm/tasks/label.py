@@ -20,7 +20,7 @@ from jaxllm.params import declare
 from jaxllm.tasks import TaskIO
 from jaxllm.tasks.evaluate import text_of
 from jaxllm.tasks.source import checksum_of, open_source
-from jaxllm.tasks.train import Fixed
+from jaxllm.tasks.texts import Fixed
 from jaxllm.training.feed import place as on_devices
 from jaxllm.training.losses import backbone, head
 from jaxllm.training.settings import LabelSettings, TrainSettings

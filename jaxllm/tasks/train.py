@@ -8,11 +8,9 @@ Everything that was computed is in that folder, and it can be moved, continued a
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
-import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,8 @@ import jax
 
 from jaxllm.checkpoint import Checkpoints, read_meta
 from jaxllm.config import CONF, Config
-from jaxllm.data.checks import Log
-from jaxllm.data.corpus import Corpus, Source
-from jaxllm.data.loader import Loader
-from jaxllm.data.mix import MixLoader
-from jaxllm.data.soft_labels import SoftLabels, description
 from jaxllm.data.store import TokenStore
-from jaxllm.data.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.errors import UserError
 from jaxllm.folder import CONFIG, write_text
 from jaxllm.inference.generate import Generator, sample_text
@@ -42,11 +35,12 @@ from jaxllm.model import LanguageModel
 from jaxllm.params import declare, init_params, is_declared, plain
 from jaxllm.targets import is_node
 from jaxllm.tasks import TaskIO
+from jaxllm.tasks.card import card, origin_of
 from jaxllm.tasks.source import add_base, build_model, checksum_of, has_of_its_own, open_source, overlay, pack_tokenizer
-from jaxllm.tasks.teachers import check_vocabulary, labels_of, teachers_of
+from jaxllm.tasks.teachers import check_vocabulary, teachers_of
+from jaxllm.tasks.texts import Opener, corpus_of
 from jaxllm.training.drafts import begin_draft, check_objectives
-from jaxllm.training.loop import Data, Loop, Outside, Result
-from jaxllm.training.objectives import Distill
+from jaxllm.training.loop import Loop, Outside, Result
 from jaxllm.training.settings import TrainSettings
 from jaxllm.training.stages import Stage, plan
 from jaxllm.training.state import TrainState, abstract_state, leaves_by_path, new_state, stored, trained
@@ -73,7 +67,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     if cfg.get("model.vocab_size") is None:
         cfg.build("model", vocab_size=1)  # its mistakes too are told before any text is read
     teachers, tokenizer = teachers_of(cfg, io, objectives, tokenizer, mesh, place.rules)
-    corpus = _corpus(cfg, io, io.run_dir, tokenizer)
+    corpus = corpus_of(cfg, io, io.run_dir, tokenizer)
     model = build_model(cfg, corpus.tokenizer)
     check_vocabulary(cfg, objectives, model.vocab_size)
     declared = declare(model)
@@ -81,7 +75,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
     stages = plan(settings, entries, model, optimiser, objectives, schedules, declared)
     for stage in stages:
         check_batch(stage.batch_size // stage.accumulate, stage.seq_len, mesh, place.rules)
-    data = _Opener(cfg, io, corpus, cfg.seed, settings)
+    data = Opener(cfg, io, corpus, cfg.seed, settings)
 
     checkpoints = Checkpoints(io.run_dir / CHECKPOINTS, settings.keep_last, settings.keep_best, warn=io.log)
     state, before = _state(cfg, io, model, optimiser, checkpoints, mesh, place.rules, declared, params, corpus.train)
@@ -187,97 +181,6 @@ def _given(
     if jax.process_index() == 0:
         write_text(io.run_dir / CONFIG, cfg.to_yaml())
     return cfg, tokenizer, params, checksum
-
-
-@dataclasses.dataclass(frozen=True)
-class Fixed(TokenizerSpec):
-    """A tokenizer that is already there: later stages and resumed runs must read text as the model learned it."""
-
-    tokenizer: Tokenizer
-
-    def fit(self, texts: Iterable[str], base: Path, log: Log = None) -> Tokenizer:
-        return self.tokenizer
-
-    def identity(self, base: Path) -> dict[str, Any]:
-        text = json.dumps(pack_tokenizer(self.tokenizer), sort_keys=True)
-        return {"kind": "fixed", "sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _corpus(cfg: Config, io: TaskIO, run_dir: Path, tokenizer: Tokenizer | None = None) -> Corpus:
-    """The run's text, in the tokens of `tokenizer` if there is one. A resumed run keeps the tokenizer it has, even where the text
-    under it has changed."""
-    source: Source = cfg.build("data")
-    if tokenizer is not None:
-        source = _with_tokenizer(source, tokenizer)
-    corpus = source.prepare(io.log, cfg.original_cwd)
-    later = [cfg.build_node(s.data, f"stages.{i}.data") for i, s in enumerate(cfg.section("stages")) if s.data]
-    for other in later:  # what a later stage adds (a chat template) travels with the run's tokenizer from the start
-        corpus = dataclasses.replace(corpus, tokenizer=other.outfit(corpus.tokenizer, cfg.original_cwd))
-    folder = run_dir / TOKENIZER
-    if io.resume and folder.is_dir():
-        old = load_tokenizer(folder)
-        if pack_tokenizer(old) != pack_tokenizer(corpus.tokenizer):
-            io.log("data: the text has changed since the run began; its tokenizer is kept")
-            corpus = _with_tokenizer(source, old).prepare(io.log, cfg.original_cwd)
-    io.log(
-        f"data: {corpus.train.size:,} tokens to train on, {corpus.val.size:,} held out,"
-        f" vocabulary {corpus.tokenizer.vocab_size:,} ({corpus.facts.get('documents', len(corpus.train)):,} documents)"
-    )
-    return corpus
-
-
-def _with_tokenizer(source: Source, tokenizer: Tokenizer) -> Source:
-    return dataclasses.replace(source, tokenizer=Fixed(tokenizer))
-
-
-class _Opener:
-    """Opens the data of a stage: the run's corpus, or the stage's own text in the run's tokens."""
-
-    def __init__(self, cfg: Config, io: TaskIO, corpus: Corpus, seed: int, settings: TrainSettings):
-        self.cfg, self.io, self.corpus, self.seed, self.settings = cfg, io, corpus, seed, settings
-
-    def __call__(self, stage: Stage) -> Data:
-        corpus = self.corpus
-        if stage.data is not None:
-            source = self.cfg.build_node(stage.data, f"stages.{stage.index}.data")
-            corpus = _with_tokenizer(source, corpus.tokenizer).prepare(self.io.log, self.cfg.original_cwd)
-        hosts = {"host": jax.process_index(), "hosts": jax.process_count()}
-        seed = self.seed + 7919 * stage.index
-        labels = self._labels(stage, corpus)
-
-        # Each stage shuffles anew: one that only changes the length must not start over with the rows of the first.
-        def load(store: TokenStore) -> Loader:
-            return Loader(store, stage.batch_size, stage.seq_len, seed, **hosts, labels=labels)
-
-        loader: Loader | MixLoader
-        if corpus.parts:
-            loader = MixLoader({name: load(part.train) for name, part in corpus.parts.items()}, corpus.weights)
-        else:
-            loader = load(corpus.train)
-        if len(corpus.val) == 0:
-            return Data(loader)
-        # In one fixed shuffled order: a pass that is cut short (eval_batches) then reads from all documents, not the first ones.
-        held_out = Loader(corpus.val, stage.batch_size // stage.accumulate, stage.seq_len, seed=0, **hosts)
-        parts = {
-            name: Loader(part.val, stage.batch_size // stage.accumulate, stage.seq_len, seed=0, **hosts).epoch
-            for name, part in corpus.parts.items()
-            if len(part.val)
-        }
-        return Data(loader, held_out.epoch, corpus.tokenizer.token_bytes(), parts)
-
-    def _labels(self, stage: Stage, corpus: Corpus) -> SoftLabels | None:
-        """A teacher's labels of this stage's rows, where an objective reads some."""
-        for name, objective in stage.objectives.items():
-            if isinstance(objective, Distill) and objective.labels:
-                key = f"objective.{name}.labels={objective.labels}"
-                if corpus.parts:
-                    raise UserError(
-                        f"{key}: labels are of the rows of one source, and data is a mix of {len(corpus.parts)}"
-                    )
-                labels = labels_of(self.cfg, stage.objectives, key)
-                labels.check(description(corpus.facts, corpus.train, stage.seq_len), key)
-                return labels
-        return None
 
 
 def _state(
@@ -415,61 +318,6 @@ def _finish(
             tracker.image(result.step, f"train/{path.stem}", path)
         io.log(card(cfg, io.run_dir, fields, drawn, stages, origin, interrupted=result.interrupted))
     return fields
-
-
-def card(
-    cfg: Config,
-    run_dir: Path,
-    fields: Mapping[str, Any],
-    drawn: list[Path],
-    stages: list[Stage],
-    origin: list[str],
-    *,
-    interrupted: bool,
-) -> str:
-    """What was made, where it is, and the next three commands, ready to paste. `origin`: see `origin_of`."""
-    offline = sorted((run_dir / "wandb").glob("offline-run-*")) if (run_dir / "wandb").is_dir() else []
-    lines = ["", "interrupted; everything up to here is saved" if interrupted else "done", ""]
-    lines.append(f"  run folder   {_quote(run_dir)}")
-    if fields["checkpoint"]:
-        lines.append(f"  checkpoint   {_quote(fields['checkpoint'])}")
-    if drawn:
-        lines.append(f"  plots        {'  '.join(_quote(path) for path in drawn)}")
-    if offline:
-        lines.append(f"  W&B offline  {_quote(offline[-1])}")
-        lines.append(f"               look: wandb leet {_quote(offline[-1])}")
-    listed, lr = cfg.section("stages"), cfg.get("optim.lr") or 1e-3
-    onward = _command(f"run_dir={run_dir}", "resume=true", "" if interrupted else f"train.steps={2 * stages[-1].end}")
-    if listed and listed[-1].steps is not None and not interrupted:  # its length is written in the list itself
-        onward = _command("task=eval", f"source={run_dir}")
-    lines += [
-        "",
-        "next:",
-        f"  {_command('task=generate', f'source={run_dir}', 'prompt=def ')}",
-        f"  {onward}",
-        f"  {_command('-m', *origin, f'optim.lr={lr / 2:g},{lr:g},{lr * 2:g}')}",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def origin_of(cfg: Config) -> list[str]:
-    """The arguments that started this run, but for where it writes and how fast it learns: what a sweep starts from."""
-    own = ("task", "run_dir", "resume", "name", "optim.lr")
-    return cfg.groups + [f"{key}={_plain(value)}" for key, value in cfg.explicit.items() if key not in own]
-
-
-def _plain(value: Any) -> str:
-    """A value as the command line takes it."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _command(*arguments: str) -> str:
-    return " ".join(["python -m jaxllm.run", *(_quote(a) for a in arguments if a)])
-
-
-def _quote(text: Any) -> str:
-    return shlex.quote(str(text))
 
 
 def _indent(text: str) -> str:

@@ -19,7 +19,7 @@ from pages import chromium
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from jaxllm.inference.engine import Event
+from jaxllm.inference.answers import Event
 from jaxllm.inference.sampling import GREEDY, SamplingParams
 from jaxllm.inference.server import Server
 from jaxllm.inference.service import Service

@@ -18,6 +18,7 @@ from jaxllm.data.tokenizer import load_tokenizer
 from jaxllm.errors import UserError
 from jaxllm.measure.jsonl import read_metrics
 from jaxllm.tasks import Stop, TaskIO, evaluate, label, train
+from jaxllm.tasks.card import origin_of
 
 SMALL = ["+experiment=smoke", "data=synthetic", "data.documents=300", "data.length=4"]
 SMALL += ["train.batch_size=2", "train.seq_len=16", "train.eval_batches=null", "mesh=single"]
@@ -93,7 +94,7 @@ def test_the_card_gives_commands_that_a_shell_takes(done):
 def test_a_sweep_starts_from_every_choice_that_was_typed():
     typed = ["+experiment=smoke", "data/tokenizer=bytes", "mixer@model.mixers.global=mqa", "ffn@model.ffns.dense=gelu"]
     cfg = compose([*typed, "train.steps=3", "optim.lr=0.1"])
-    assert train.origin_of(cfg) == [*typed, "train.steps=3"]
+    assert origin_of(cfg) == [*typed, "train.steps=3"]
 
 
 def test_eval_gives_the_loss_that_training_saw(done, tmp_path):

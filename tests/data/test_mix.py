@@ -63,6 +63,14 @@ def sources(tmp_path, **fields):
     return Mix(**common, sources=parts, **fields)
 
 
+def test_rows_of_a_source_are_counted_over_the_end_of_a_period():
+    mix = MixLoader(loaders(), WEIGHTS)
+    rows = np.array([0, 1, PERIOD - 1, PERIOD, PERIOD + 7, 3 * PERIOD + 500])
+    drawn = np.tile(mix.schedule, 4)
+    want = [np.bincount(drawn[:n], minlength=3) for n in rows]
+    np.testing.assert_array_equal(mix.before(rows), want)
+
+
 def test_a_mix_is_one_corpus_whose_sources_hold_out_their_own(tmp_path):
     corpus = sources(tmp_path, weights={"recall": 1, "prose": 3}).prepare()
     assert corpus.facts["parts"] == {"prose": 1, "recall": 40} and corpus.weights == {"prose": 0.75, "recall": 0.25}

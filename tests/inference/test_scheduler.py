@@ -159,6 +159,7 @@ def test_states_are_copied_at_borders_and_the_longest_unused_copy_goes_first():
     ]  # copies after 8 tokens and after 12, the last border before its last token
     assert cached(first[:9] + [3]) == 8  # a prompt that goes on differently
     assert cached(first[:6]) == 0  # pages alone are no use
+    assert s.places.cut(0, 12, 12) == 8  # the last border before the last token, not the one behind it
     # The second prompt takes the copy that was used longest ago, and for its own later border its own earlier one.
     assert [cached(second), cached(first)] == [0, 4] and cached(third) == 0
     assert [s.places.cut(0, 8, 13), s.places.cut(8, 5, 13), s.places.cut(12, 1, 13), s.places.cut(0, 3, 13)] == [

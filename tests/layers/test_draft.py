@@ -11,7 +11,7 @@ import pytest
 from jaxllm.compose import component
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
-from jaxllm.layers.draft import Eagle3, ModuleDraft
+from jaxllm.layers.draft import Eagle3, ModuleDraft, reading
 from jaxllm.layers.gqa import GQA
 from jaxllm.layers.kda import KDA
 from jaxllm.layers.mla import MLA
@@ -153,6 +153,15 @@ def test_the_last_feature_is_what_the_final_norm_reads_whatever_the_residual_sch
     normed = g / np.sqrt((g * g).mean(-1, keepdims=True) + model.norm_eps) * params["final_norm"]["scale"]
     np.testing.assert_allclose(normed, out.hidden, atol=1e-4)
     assert not np.allclose(g, out.capture["stream"][3], atol=1e-2)
+
+
+def test_a_token_behind_the_end_of_a_document_is_read_by_nobody():
+    ctx = Context.whole(TOKENS, SEGMENTS)
+    one, three = (reading(ctx, k) for k in (1, 3))
+    np.testing.assert_array_equal(one.segments, [[1] * 6 + [0] + [2] * 4 + [0], [1] * 9 + [0] * 3])
+    np.testing.assert_array_equal(three.segments, [[1] * 4 + [0] * 3 + [2] * 2 + [0] * 3, [1] * 7 + [0] * 5])
+    np.testing.assert_array_equal(three.tokens[:, :7], TOKENS[:, 3:10])
+    np.testing.assert_array_equal(three.positions, ctx.positions + 2)
 
 
 def test_roles_that_cannot_draft_are_refused_in_one_line():

@@ -20,6 +20,7 @@ from jaxllm.params import declare, init_params
 from jaxllm.tasks import TaskIO, convert, evaluate, train
 from jaxllm.tasks.source import has_of_its_own, open_source, overlay
 from jaxllm.training.drafts import begin_draft, check_objectives, frequent_ids, from_offsets, to_offsets
+from jaxllm.training.evaluation import Evaluator
 from jaxllm.training.objectives import Draft, NextToken
 from jaxllm.training.state import leaves_by_path, new_state
 
@@ -152,6 +153,26 @@ def test_a_vocabulary_of_its_own(done):
     _, logits, own = jax.jit(lambda p: model.apply({"params": p}, g, step, cache, method="draft_step"))(params)
     assert logits.shape == (1, 5, model.padded_vocab) and own.shape == g.shape
     assert np.flatnonzero(np.asarray(logits[0, 0]) > -1e29).tolist() == ids.tolist()
+
+
+def test_the_loss_of_validation_is_of_the_tokens_that_can_be_drafted(done):
+    model, params = begun(done[0], Eagle3, TokenStore.of([[5, 5, 9]]), vocab=2)
+    line = np.array([[5, 9, 7, 5, 9, 5, 8, 9, 5]])
+    batch = {
+        "tokens": line[:, :-1],
+        "labels": line[:, 1:],
+        "segments": np.ones((1, 8)),
+        "positions": np.arange(8)[None],
+    }
+    batch = {name: value.astype(np.int32) for name, value in batch.items()} | {"weights": np.ones((1, 8), np.float32)}
+    got = Evaluator(model)(params, [batch])
+    ctx = Context.whole(batch["tokens"], batch["segments"], capture=("draft",))
+    hidden = jax.jit(lambda p: model.apply({"params": p}, ctx, method="backbone")[1])(params).capture["draft"][0, 0]
+    logits = np.asarray(hidden @ params["draft"]["head"], np.float64)
+    nll = np.log(np.exp(logits[:7]).sum(-1)) - np.where(line[0, 2:, None] == 5, logits[:7, :1], logits[:7, 1:])[:, 0]
+    said = np.isin(line[0, 2:], [5, 9])  # 7 and 8 cannot be drafted and do not count
+    assert said.sum() == 5
+    np.testing.assert_allclose(got["draft_1/loss"], nll[said].mean(), rtol=1e-5)
 
 
 def test_draft_vocabularies_as_they_are_stored():

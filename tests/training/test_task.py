@@ -1,5 +1,6 @@
 """`task=train` and `task=eval` as a whole: what lies in the run folder, what the card says, what a kill costs."""
 
+import dataclasses
 import io
 import json
 import os
@@ -14,11 +15,13 @@ import pytest
 
 from jaxllm.checkpoint import Checkpoints, read_meta
 from jaxllm.compose import compose
+from jaxllm.data.soft_labels import SoftLabels
 from jaxllm.data.tokenizer import load_tokenizer
 from jaxllm.errors import UserError
 from jaxllm.measure.jsonl import read_metrics
 from jaxllm.tasks import Stop, TaskIO, evaluate, label, train
 from jaxllm.tasks.card import origin_of
+from jaxllm.tasks.source import open_source
 
 SMALL = ["+experiment=smoke", "data=synthetic", "data.documents=300", "data.length=4"]
 SMALL += ["train.batch_size=2", "train.seq_len=16", "train.eval_batches=null", "mesh=single"]
@@ -133,6 +136,19 @@ def test_a_teacher_is_asked_once_and_a_stopped_pass_goes_on(done, tmp_path):
         run(tmp_path / "st", *student, "data.seed=3")
     with pytest.raises(UserError, match="labels=.*: no labels there"):
         run(tmp_path / "sn", *student, f"objective.distill.labels={tmp_path}")
+
+
+def test_a_teacher_names_no_ids_behind_the_tokenizers(done, tmp_path, monkeypatch):
+    """Heads are often padded to a round number of rows; a student has no such ids."""
+    folder, *_ = done
+    source = open_source(folder)
+    most = source.tokenizer.vocab_size
+    assert source.model.tie_embeddings and source.model.padded_vocab == most
+    params = source.params | {"embed": np.pad(source.params["embed"], ((0, 6), (0, 0)))}
+    padded = dataclasses.replace(source, model=source.model.clone(vocab_size=most + 6), params=params)
+    monkeypatch.setattr(label, "open_source", lambda *a, **k: padded)
+    result, _ = run(tmp_path / "a", f"source={folder}", f"out={tmp_path / 'l'}", "label.top_k=9999", task=label)
+    assert result["top_k"] == most and SoftLabels.open(tmp_path / "l", "labels").meta["vocab_size"] == most
 
 
 def test_eval_by_position_by_domain_and_by_probe(done, tmp_path):

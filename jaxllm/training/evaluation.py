@@ -71,7 +71,7 @@ class Evaluator:
             }
 
         def drafted(params: Mapping[str, Any], out: Out, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            """Sums of each MTP module."""
+            """Sums of each MTP module, and of each step of a draft head."""
             found: dict[str, jax.Array] = {}
             if not capture_of(out):
                 return found
@@ -177,11 +177,8 @@ def _of_modules(total: Mapping[str, float]) -> dict[str, float]:
     found = {}
     stems = [key.removesuffix("weight") for key in total if key.endswith("/weight")]
     for stem in [stem for stem in stems if stem.startswith(("mtp_", "draft_"))]:
-        for name, key, of in (
-            ("loss", "nll", "counted"),
-            ("agreement",) * 2 + ("weight",),
-            ("accepted",) * 2 + ("weight",),
-        ):
+        sums = {"loss": ("nll", "counted"), "agreement": ("agreement", "weight"), "accepted": ("accepted", "weight")}
+        for name, (key, of) in sums.items():
             count = total[f"{stem}{of}"]
             found[stem + name] = total[stem + key] / count if count else math.nan
     return found

@@ -32,7 +32,7 @@ def batch_of(vocab: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, np
     return batch | {"positions": np.cumsum(ones, axis=1, dtype=np.int32) - 1}
 
 
-def step_of(cfg: Any, batch: dict[str, np.ndarray]) -> Callable[[], None]:
+def step_of(cfg: Any, batch: dict[str, np.ndarray]) -> Callable[[], object]:
     """A train step that runs and waits."""
     import jax
 
@@ -50,7 +50,7 @@ def step_of(cfg: Any, batch: dict[str, np.ndarray]) -> Callable[[], None]:
     return run
 
 
-def head_of(cfg: Any, batch: dict[str, np.ndarray]) -> Callable[[], None]:
+def head_of(cfg: Any, batch: dict[str, np.ndarray]) -> Callable[[], object]:
     """The head's loss of given hidden states, with its gradients for them and for its weight."""
     import jax
     import jax.numpy as jnp
@@ -68,7 +68,7 @@ def head_of(cfg: Any, batch: dict[str, np.ndarray]) -> Callable[[], None]:
     def both(hidden: Any, tables: Any) -> Any:
         return jax.grad(lambda h, w: next_token(model, rest | w, h, batch)[0], argnums=(0, 1))(hidden, tables)
 
-    return lambda: jax.block_until_ready(both(hidden, tables)) and None
+    return lambda: jax.block_until_ready(both(hidden, tables))
 
 
 def main(rounds: int, words: list[str]) -> None:

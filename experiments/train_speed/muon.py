@@ -46,7 +46,7 @@ def newton_schulz_flops(shapes: Sequence[tuple[int, int, int]], steps: int) -> f
     return float(sum(count * steps * (4 * m * m * n + 2 * m**3) for count, m, n in shapes))
 
 
-def update_of(cfg: Any, kind: str) -> Callable[[], None]:
+def update_of(cfg: Any, kind: str) -> Callable[[], object]:
     """An optimiser's update of the model's parameters, from fixed gradients, that runs and waits."""
     import jax
 
@@ -73,7 +73,7 @@ def compose_optimiser(kind: str) -> Any:
     return compose([f"optim={kind}", "optim.clip_norm=null"]).build("optim")
 
 
-def products_of(shapes: Sequence[tuple[int, int, int]], steps: int) -> Callable[[], None]:
+def products_of(shapes: Sequence[tuple[int, int, int]], steps: int) -> Callable[[], object]:
     """The same products alone, for every distinct shape in a batch as large as its stack."""
     import jax
     import jax.numpy as jnp
@@ -90,7 +90,7 @@ def products_of(shapes: Sequence[tuple[int, int, int]], steps: int) -> Callable[
             out.append(x)
         return out
 
-    return lambda: jax.block_until_ready(all_of(inputs)) and None
+    return lambda: jax.block_until_ready(all_of(inputs))
 
 
 def main(rounds: int, words: list[str]) -> None:
@@ -105,7 +105,7 @@ def main(rounds: int, words: list[str]) -> None:
     a = jax.random.normal(jax.random.key(0), (PROBE, PROBE))
     square = jax.jit(lambda a: a @ a)
     calls = {
-        "probe": lambda: jax.block_until_ready(square(a)) and None,
+        "probe": lambda: jax.block_until_ready(square(a)),
         "products": products_of(shapes, muon.ns_steps),
         "adamw": update_of(cfg, "adamw"),
         "muon": update_of(cfg, "muon"),

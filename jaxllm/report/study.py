@@ -108,7 +108,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
-def in_turn(calls: Mapping[str, Callable[[], None]], rounds: int, times: int = 1) -> dict[str, list[float]]:
+def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int, times: int = 1) -> dict[str, list[float]]:
     """Seconds of one call, `rounds` values each. One after another in every round, so that a busy moment meets all; the first round,
     which warms up, is not kept."""
     taken: dict[str, list[float]] = {name: [] for name in calls}

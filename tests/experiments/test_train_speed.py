@@ -59,3 +59,15 @@ def test_a_module_is_timed_beside_the_plain_step_and_the_head(load, capsys):
     times = said["median_ms"]
     assert said["share"] == pytest.approx((times["ahead"] - times["head"]) / times["plain"], rel=0.2)
     assert said["met"] == (said["share"] <= 1.75)
+
+
+def test_muon_is_timed_beside_its_products_and_a_step(load, capsys):
+    study = load("muon")
+    study.ROWS, study.PROBE = (1,), 32
+    study.main(1, SMALL)
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(said["median_ms"]) == ["probe", "products", "adamw", "muon", "step_256"]
+    for kind in ("rate", "own_rate"):  # of a single round
+        assert said["spread"][kind] == [said["over"][kind]] * 2
+    assert list(said["overhead"]) == ["256"]
+    assert said["met"] == (said["over"]["rate"] <= 1.3)

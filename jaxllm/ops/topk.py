@@ -8,7 +8,8 @@ and `EMPTY` in the other places.
 
 Long inputs never hold scores `[t, s]`: a block of queries meets keys a block at a time and keeps the best so far. The running best stand
 before the new block's scores and `largest` prefers what stands first, so the result is that of one piece. It is ascending in place
-there, and best first where a few queries hold their scores of all keys: the order has no meaning.
+there, and best first where a few queries hold their scores of all keys: the order has no meaning. The heads' scores of a part of a
+block exist at a time; the choice, whose cost hardly grows with the keys that it is made from, waits for the whole block.
 
 Shapes: `q [b t h k]`, `w [b t h]` fp32, `k [b s k]`, result int32 `[b t top_k]`. Query t sees key s where `s < reach[t]` and both are of
 the same document; where documents are not given, all keys are.
@@ -22,7 +23,8 @@ from jaxllm.cache import EMPTY
 from jaxllm.ops.selection import largest
 
 QUERIES = 32  # queries scored at a time: their heads' scores of a block of keys stay in the caches of a CPU
-KEYS = 2048  # keys that they meet at a time
+KEYS = 8192  # keys that they choose from at a time
+PART = 1024  # keys that they are scored with at a time
 DIRECT = 16  # so few queries hold their scores of the whole cache at once
 
 Docs = tuple[Array, Array]  # document ids of queries [b t] and of keys [b s]; 0 = padding
@@ -77,6 +79,7 @@ def select(
     docs: Docs | None = None,
     queries: int = QUERIES,
     keys: int = KEYS,
+    part: int = PART,
     direct: int = DIRECT,
 ) -> Array:
     """The `top_k` best visible keys of every query, int32 `[b t top_k]`. Not differentiable."""
@@ -87,12 +90,22 @@ def select(
         return _chosen(jnp.where(reachable(reach, s, docs), 0.0, -jnp.inf), index, top_k)
     if t <= direct or (t <= queries and s <= keys):
         return top_k_naive(index_scores(q, w, k, scale), reachable(reach, s, docs), top_k)
-    return _by_blocks(q, w, k, reach, top_k, scale, docs, min(queries, t), min(keys, s))
+    return _by_blocks(q, w, k, reach, top_k, scale, docs, min(queries, t), min(keys, s), min(part, keys, s))
 
 
 def _by_blocks(
-    q: Array, w: Array, k: Array, reach: Array, top_k: int, scale: float, docs: Docs | None, c: int, size: int
+    q: Array,
+    w: Array,
+    k: Array,
+    reach: Array,
+    top_k: int,
+    scale: float,
+    docs: Docs | None,
+    c: int,
+    size: int,
+    part: int,
 ) -> Array:
+    """c queries choose from `size` keys at a time and are scored with `part` of those."""
     b, t = q.shape[:2]
     s = k.shape[1]
 
@@ -102,25 +115,34 @@ def _by_blocks(
 
     parts = (blocks(q), blocks(w), blocks(reach), None if docs is None else blocks(docs[0]))
 
-    def one(part: tuple[Array, Array, Array, Array | None]) -> Array:
-        q_c, w_c, reach_c, docs_c = part
+    def one(parts_c: tuple[Array, Array, Array, Array | None]) -> Array:
+        q_c, w_c, reach_c, docs_c = parts_c
+        last = jnp.max(reach_c)
 
         def meet(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
             start = jnp.minimum(i * size, s - size)  # the last block may overlap the one before it
+
+            def score(j: Array, scores: Array) -> Array:
+                at = jnp.minimum(j * part, size - part)
+                first = start + at
+                pair = None
+                if docs is not None and docs_c is not None:
+                    pair = (docs_c, lax.dynamic_slice_in_dim(docs[1], first, part, 1))
+                seen = reachable(reach_c, part, pair, first) & (first + jnp.arange(part, dtype=jnp.int32) >= i * size)
+                new = index_scores(q_c, w_c, lax.dynamic_slice_in_dim(k, first, part, 1), scale)
+                return lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, new, -jnp.inf), at, 2)
+
+            count = jnp.clip((last - start + part - 1) // part, 0, -(-size // part))
+            scores = lax.fori_loop(0, count, score, jnp.full((b, c, size), -jnp.inf))
             index = start + jnp.arange(size, dtype=jnp.int32)
-            pair = None
-            if docs is not None and docs_c is not None:
-                pair = (docs_c, lax.dynamic_slice_in_dim(docs[1], start, size, 1))
-            seen = reachable(reach_c, size, pair, start) & (index >= i * size)
-            scores = index_scores(q_c, w_c, lax.dynamic_slice_in_dim(k, start, size, 1), scale)
-            values = jnp.concatenate([best[0], jnp.where(seen, scores, -jnp.inf)], axis=-1)
+            values = jnp.concatenate([best[0], scores], axis=-1)
             places = jnp.concatenate([best[1], jnp.broadcast_to(index, scores.shape)], axis=-1)
             at = largest(values, top_k)
             values = jnp.take_along_axis(values, at, axis=-1, mode="fill", fill_value=-jnp.inf)
             return values, jnp.take_along_axis(places, at, axis=-1, mode="fill", fill_value=EMPTY)
 
         start = jnp.full((b, c, top_k), -jnp.inf), jnp.full((b, c, top_k), EMPTY, jnp.int32)
-        count = (jnp.max(reach_c) + size - 1) // size
+        count = (last + size - 1) // size
         return lax.fori_loop(0, jnp.minimum(count, -(-s // size)), meet, start)[1]
 
     return jnp.moveaxis(lax.map(one, parts), 0, 1).reshape(b, -1, top_k)[:, :t]

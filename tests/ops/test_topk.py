@@ -42,9 +42,8 @@ def test_the_choice_is_that_of_the_equation_and_ties_go_to_the_earlier_key_in_ev
     docs[1][1, 30:] = 0  # padding
     want = by_hand(q, w, k, reach, 6, docs)
     pair = tuple(jnp.asarray(x, jnp.int32) for x in docs)
-    for blocks in ((T, S, 16), (4, 8, 0), (5, 16, 0), (1, 7, 0)):
-        queries, keys, direct = blocks
-        sizes = {"scale": 1.0, "queries": queries, "keys": keys, "direct": direct}
+    for blocks in ((T, S, S, 16), (4, 8, 8, 0), (5, 16, 6, 0), (1, 7, 2, 0)):
+        sizes = {"scale": 1.0, **dict(zip(("queries", "keys", "part", "direct"), blocks, strict=True))}
         call = jax.jit(
             lambda *x, docs, sizes=sizes: select(*x, 6, docs=docs, **sizes)
         )  # by itself each operation is a program

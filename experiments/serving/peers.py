@@ -1,13 +1,15 @@
-"""The engine beside transformers' continuous batching: one trace of requests, the two in turn, in two processes.
+"""The engine beside the continuous batching of others: one trace of requests, all in turn, each in a process of its own.
 
-    python experiments/serving/peers.py --peer-python PYTHON [--layers 30] [--requests 32] [--rows 8] [--rounds 3] [--page 16]
+    python experiments/serving/peers.py transformers=PYTHON vllm=PYTHON [--layers 30] [--requests 32] [--rows 8] [--rounds 3] [--page 16]
 
-PYTHON has torch and transformers >= 5. Both get random weights of SmolLM2-135M's shape in float32, the same prompts and lengths of answers
-(of `task=bench_serve`), pages, rows and tokens of a step, and as many threads as there are processors. While one runs the other
-waits for its turn. One JSON line: output tokens a second (median of the rounds, and all of them) and the median time to the first token.
+A PYTHON has transformers >= 5 and torch, or vllm. All get random weights of SmolLM2-135M's shape in float32, the same prompts and lengths
+of answers (of `task=bench_serve`), pages, rows and tokens of a step, and as many threads as there are processors. While one runs the
+others wait for their turn. One JSON line: output tokens a second (median of the rounds, and all of them), ours over each, and the
+median time to the first token.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -30,10 +32,10 @@ LENGTH = 768  # prompt and answer of the longest request
 
 
 class Peer:
-    """The other process: a line in, a line out."""
+    """Another process: a line in, a line out."""
 
-    def __init__(self, python: str, arguments: dict[str, Any]):
-        script = Path(__file__).with_name("peer_transformers.py")
+    def __init__(self, name: str, python: str, arguments: dict[str, Any]):
+        script = Path(__file__).with_name(f"peer_{name}.py")
         words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
         self.process = subprocess.Popen(
             [python, str(script), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -42,9 +44,11 @@ class Peer:
     def ride(self, jobs: list[Job]) -> dict[str, float]:
         assert self.process.stdin is not None and self.process.stdout is not None
         line = json.dumps({"jobs": [[[int(t) for t in job.prompt], job.output] for job in jobs]})
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
         if not answer:
             raise SystemExit("the peer has ended; its messages are above")
         result: dict[str, float] = json.loads(answer)
@@ -53,7 +57,7 @@ class Peer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", required=True)
+    parser.add_argument("peers", nargs="+", metavar="NAME=PYTHON", help="transformers or vllm, and what runs it")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rows", type=int, default=8)
@@ -65,7 +69,8 @@ def main() -> None:
     step, threads = args.rows + 256, len(os.sched_getaffinity(0))
     pages = args.rows * -(-LENGTH // args.page)
     sizes = {"layers": args.layers, "rows": args.rows, "page": args.page, "pages": pages, "step-tokens": step}
-    peer = Peer(args.peer_python, sizes | {"threads": threads})
+    pythons = dict(peer.split("=", 1) for peer in args.peers)
+    peers = {name: Peer(name, python, sizes | {"threads": threads}) for name, python in pythons.items()}
     model = smollm2(args.layers)
     params: Any = init_params(model, jax.random.key(0))
     settings = EngineSettings(
@@ -75,24 +80,27 @@ def main() -> None:
     engine.runner.warm_up(scores=False)
     jobs = trace(BenchSettings(requests=args.requests, warm_up=0), args.seed, engine.vocab_size)
     engine.generate([[1] * 40], GREEDY._replace(max_tokens=4, ignore_eos=True))
-    peer.ride(jobs[:2])
-    rates: dict[str, list[float]] = {"jaxllm": [], "transformers": []}
-    first: dict[str, list[float]] = {"jaxllm": [], "transformers": []}
+    for peer in peers.values():
+        peer.ride(jobs[:2])
+    rates: dict[str, list[float]] = {name: [] for name in ("jaxllm", *peers)}
+    first: dict[str, list[float]] = {name: [] for name in rates}
     new = sum(job.output for job in jobs)
     for _ in range(args.rounds):
         engine.arrange()  # an empty cache: nothing is reused from the round before
-        for name, result in (("jaxllm", ride(engine, jobs)), ("transformers", peer.ride(jobs))):
+        for name in rates:
+            result = peers[name].ride(jobs) if name in peers else ride(engine, jobs)
             rates[name].append(round(new / result["seconds"], 2))
             first[name].append(round(result["ttft_p50"], 3))
-    peer.process.terminate()
+    for peer in peers.values():
+        peer.process.terminate()
     middle = {name: statistics.median(values) for name, values in rates.items()}
     print(
         json.dumps(
             {
                 **vars(args),
-                "peer_python": Path(args.peer_python).name,
+                "peers": list(peers),
                 "tokens_per_s": middle,
-                "ratio": round(middle["jaxllm"] / middle["transformers"], 3),
+                "ratio": {name: round(middle["jaxllm"] / middle[name], 3) for name in peers},
                 "rounds_tokens_per_s": rates,
                 "rounds_ttft_p50_s": first,
             }

@@ -64,3 +64,29 @@ def test_the_commands_of_the_study(script, monkeypatch, capsys, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     script("report").main(tmp_path)
     assert (tmp_path / "frontier.png").stat().st_size > 5_000 and (tmp_path / "context.png").stat().st_size > 5_000
+
+
+PEER = """#!{python}
+import json, sys
+assert sys.argv[1].endswith("peer_made_up.py") and sys.argv[2:] == ["--rows", "8"]
+for line in sys.stdin:
+    jobs = json.loads(line)["jobs"]
+    print(json.dumps({{"seconds": float(len(jobs)), "new_tokens": sum(n for _, n in jobs), "ttft_p50": 0.5}}), flush=True)
+    if len(jobs) > 1:
+        sys.exit()
+"""
+
+
+def test_a_peer_gets_the_trace_line_by_line_and_its_end_is_said(script, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(PEER.format(python=sys.executable))
+    python.chmod(0o755)
+    script("decode"), script("batching")
+    peers = script("peers")
+    jobs = [peers.Job([1, 2], 3), peers.Job([4], 5)]
+    peer = peers.Peer("made_up", str(python), {"rows": 8})
+    assert peer.ride(jobs[:1]) == {"seconds": 1.0, "new_tokens": 3, "ttft_p50": 0.5}
+    assert peer.ride(jobs)["new_tokens"] == 8
+    peer.process.wait(10)
+    with pytest.raises(SystemExit, match="has ended"):
+        peer.ride(jobs)

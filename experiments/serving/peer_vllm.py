@@ -74,7 +74,7 @@ def main() -> None:
             max_model_len=768,
             max_num_seqs=args.rows,
             max_num_batched_tokens=max(args.step_tokens, 768),
-            block_size=args.page,
+            block_size=-(-args.page // 32) * 32,  # its CPU kernel takes multiples of 32
             enable_prefix_caching=False,
         )
         for line in sys.stdin:

@@ -1,9 +1,9 @@
 """A whole train step of a model of experts beside the dense model of equal active size, on CPU. One JSON line.
 
-    python experiments/moe_speed/model.py [repeats] [steps before]
+    python experiments/moe_speed/model.py [repeats] [steps before] [rows]
 
 The models are `moe_dense/dense_active` and `moe_dense/coarse` made wider: four layers, d 256, ffn 1,024 at work, 16 experts of 512, two a
-token, vocabulary 1,024; 8 x 256 random tokens, AdamW. Steps are taken in turn; `slower` is the median over turns of the ratio of their
+token, vocabulary 1,024; rows (8) x 256 random tokens, AdamW. Steps are taken in turn; `slower` is the median over turns of the ratio of their
 times. A new router sends some experts several times their share, which takes a loop longer; `steps before` lets the Switch loss mend
 that first.
 """
@@ -18,10 +18,10 @@ MODELS = {
     "dense": ["model=moe_dense/dense_active", "model.ffns.dense.d_ff=1024"],
     "experts": ["model=moe_dense/coarse", "model.ffns.experts.num_experts=16", "model.ffns.experts.d_expert=512"],
 }
-ROWS, LENGTH = 8, 256
+LENGTH = 256
 
 
-def main(repeats: int = 7, before: int = 40) -> None:
+def main(repeats: int = 7, before: int = 40, rows: int = 8) -> None:
     import numpy as np
 
     from jaxllm.backend import prepare
@@ -34,8 +34,8 @@ def main(repeats: int = 7, before: int = 40) -> None:
     from jaxllm.training.state import new_state
     from jaxllm.training.step import compile_step, make_train_step
 
-    ids = np.random.default_rng(0).integers(0, 1024, (ROWS, LENGTH + 1), dtype=np.int32)
-    ones = np.ones((ROWS, LENGTH), np.int32)
+    ids = np.random.default_rng(0).integers(0, 1024, (rows, LENGTH + 1), dtype=np.int32)
+    ones = np.ones((rows, LENGTH), np.int32)
     batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "segments": ones, "weights": ones.astype(np.float32)}
     batch["positions"] = np.cumsum(ones, axis=1, dtype=np.int32) - 1
     steps, states, facts, loads = {}, {}, {}, []
@@ -62,7 +62,7 @@ def main(repeats: int = 7, before: int = 40) -> None:
             load = [float(np.max(v)) for key, v in metrics.items() if key.endswith("load_max")]
             loads += [max(load)] if load else []
     slower = [e / d for e, d in zip(times["experts"], times["dense"], strict=True)]
-    speed = {name: round(ROWS * LENGTH / statistics.median(t)) for name, t in times.items()}
+    speed = {name: round(rows * LENGTH / statistics.median(t)) for name, t in times.items()}
     print(
         json.dumps(
             {
@@ -78,4 +78,4 @@ def main(repeats: int = 7, before: int = 40) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    main(*map(int, sys.argv[1:4]))

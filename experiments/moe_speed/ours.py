@@ -1,9 +1,9 @@
 """Forward and backward of a block of experts beside the dense block of the same active size, on CPU. One JSON line each.
 
-    python experiments/moe_speed/ours.py [repeats] [experts,experts,...]
+    python experiments/moe_speed/ours.py [repeats] [experts,experts,...] [tokens]
 
-2,048 tokens, d 256, experts of width 512, 2 of them a token, float32; the gradient goes to input and weights. The dense block is one SwiGLU
-of width 1,024. All blocks are timed in turn, `repeats` times, so that what else the machine does falls on all alike: `ratio` is the
+2,048 tokens where no number is given, d 256, experts of width 512, 2 of them a token, float32; the gradient goes to input and weights. The
+dense block is one SwiGLU of width 1,024. All blocks are timed in turn, `repeats` times, so that what else the machine does falls on all alike: `ratio` is the
 median over turns of a block's speed against the dense block of the same turn.
 """
 
@@ -13,10 +13,10 @@ import statistics
 import sys
 import time
 
-TOKENS, D, F, K = 2048, 256, 512, 2
+D, F, K = 256, 512, 2
 
 
-def main(repeats: int = 9, numbers: str = "8,16,32,64") -> None:
+def main(repeats: int = 9, numbers: str = "8,16,32,64", tokens: int = 2048) -> None:
     from jaxllm.backend import prepare
     from jaxllm.config import Common
 
@@ -30,8 +30,8 @@ def main(repeats: int = 9, numbers: str = "8,16,32,64") -> None:
     from jaxllm.layers.moe import MoE
 
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((1, TOKENS, D)), jnp.float32)
-    ctx = Context.whole(jnp.zeros((1, TOKENS), jnp.int32), train=True)
+    x = jnp.asarray(rng.standard_normal((1, tokens, D)), jnp.float32)
+    ctx = Context.whole(jnp.zeros((1, tokens), jnp.int32), train=True)
 
     def prepared(layer):
         boxes = jax.eval_shape(lambda: layer.init(jax.random.key(0), x[:, :2], Context.whole(ctx.tokens[:, :2])))[
@@ -69,8 +69,8 @@ def main(repeats: int = 9, numbers: str = "8,16,32,64") -> None:
             json.dumps(
                 {
                     "block": name,
-                    "tokens_per_s": round(TOKENS / statistics.median(times[name])),
-                    "best": round(TOKENS / min(times[name])),
+                    "tokens_per_s": round(tokens / statistics.median(times[name])),
+                    "best": round(tokens / min(times[name])),
                     "ratio": round(ratio, 3),
                     "load_max": round(load, 2),
                     "compile_s": round(compiled, 2),
@@ -82,4 +82,5 @@ def main(repeats: int = 9, numbers: str = "8,16,32,64") -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(a) if i == 0 else a for i, a in enumerate(sys.argv[1:3])))
+    words = sys.argv[1:4]
+    main(*(kind(word) for kind, word in zip((int, str, int), words, strict=False)))

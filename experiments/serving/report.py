@@ -20,19 +20,19 @@ def frontier(rows: list[dict[str, Any]], out: Path) -> None:
     """Throughput against the time to the first token and between tokens, one point for each number of rows."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
     for axis, key, label in zip(
-        axes, ("ttft_p50", "itl_p50"), ("median TTFT, s", "median time between tokens, s"), strict=True
+        axes, ("ttft_p50", "itl_p50"), ("median TTFT, ms", "median time between tokens, ms"), strict=True
     ):
-        axis.plot([row[key] for row in rows], [row["throughput"] for row in rows], "o-")
+        axis.plot([1e3 * row[key] for row in rows], [row["throughput"] for row in rows], "o-")
         for row in rows:
             axis.annotate(
                 row["variant"].removeprefix("rows_"),
-                (row[key], row["throughput"]),
+                (1e3 * row[key], row["throughput"]),
                 xytext=(4, 4),
                 textcoords="offset points",
             )
         axis.set_xlabel(label)
     axes[0].set_ylabel("output tokens/s")
-    figure.suptitle("Maximum rows: throughput against latency, all requests waiting from the start")
+    figure.suptitle("Maximum rows: throughput against latency, a new request where one has ended")
     figure.savefig(out, dpi=110)
     plt.close(figure)
 

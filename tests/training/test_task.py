@@ -136,6 +136,13 @@ def test_a_teacher_is_asked_once_and_a_stopped_pass_goes_on(done, tmp_path):
         run(tmp_path / "st", *student, "data.seed=3")
     with pytest.raises(UserError, match="labels=.*: no labels there"):
         run(tmp_path / "sn", *student, f"objective.distill.labels={tmp_path}")
+    student[-1] = "train.steps=4"
+    straight, _ = run(tmp_path / "one", *student)
+    run(tmp_path / "two", *student, stop=StopAt(2))
+    resumed, said = run(tmp_path / "two", *student, resume=True)
+    assert "resume: from step 2" in said and resumed["loss"] == straight["loss"]
+    a, b = (Checkpoints(tmp_path / name / "checkpoints").restore_params()[0] for name in ("one", "two"))
+    np.testing.assert_array_equal(a["embed"], b["embed"])
 
 
 def test_a_teacher_names_no_ids_behind_the_tokenizers(done, tmp_path, monkeypatch):

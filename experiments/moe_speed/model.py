@@ -3,9 +3,9 @@
     python experiments/moe_speed/model.py [repeats] [steps before] [rows]
 
 The models are `moe_dense/dense_active` and `moe_dense/coarse` made wider: four layers, d 256, ffn 1,024 at work, 16 experts of 512, two a
-token, vocabulary 1,024; rows (8) x 256 random tokens, AdamW. Steps are taken in turn; `slower` is the median over turns of the ratio of their
-times. A new router sends some experts several times their share, which takes a loop longer; `steps before` lets the Switch loss mend
-that first.
+token, vocabulary 1,024; 8 rows, or as many as are named, of 256 random tokens, AdamW. Steps are taken in turn; `slower` is the median over
+turns of the ratio of their times. A new router sends some experts several times their share, which takes a loop longer; `steps before`
+lets the Switch loss mend that first.
 """
 
 import json

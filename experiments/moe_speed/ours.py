@@ -2,9 +2,9 @@
 
     python experiments/moe_speed/ours.py [repeats] [experts,experts,...] [tokens]
 
-2,048 tokens where no number is given, d 256, experts of width 512, 2 of them a token, float32; the gradient goes to input and weights. The
-dense block is one SwiGLU of width 1,024. All blocks are timed in turn, `repeats` times, so that what else the machine does falls on all alike: `ratio` is the
-median over turns of a block's speed against the dense block of the same turn.
+2,048 tokens where no number is given, d 256, experts of width 512, 2 of them a token, float32; the gradient goes to input and weights.
+The dense block is one SwiGLU of width 1,024. All blocks are timed in turn, `repeats` times, so that what else the machine does falls on
+all alike: `ratio` is the median over turns of a block's speed against the dense block of the same turn.
 """
 
 import functools

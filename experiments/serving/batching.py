@@ -9,7 +9,7 @@ wait from the start; variants take turns, `--rounds` times, and the best round o
                what it leaves of time when the prompts, which both compute, are added
     prefix     prompts with the first 128 tokens in common, reuse off and on
     chunk      the longest piece of a prompt in one step: TTFT against the gaps that others feel
-    rows       requests at once, 1 to --rows: the frontier of throughput against TTFT and TPOT
+    rows       requests at once, 1 to --rows, the next one where another has ended: the frontier of throughput against TTFT and TPOT
 """
 
 import argparse
@@ -143,7 +143,8 @@ def main() -> None:
             if name not in best or result["seconds"] < best[name]["seconds"]:
                 best[name] = result
     for name, result in best.items():
-        print(json.dumps({"variant": name, **{k: round(v, 4) for k, v in result.items()}}))
+        made_of = {"layers": args.layers, "requests": args.requests, "rounds": args.rounds}
+        print(json.dumps({"variant": name, **made_of, **{k: round(v, 4) for k, v in result.items()}}))
     if args.study == "batching":
         print(json.dumps({key: round(value, 3) for key, value in ratios(engine, jobs, args.rows, best).items()}))
 

@@ -68,6 +68,7 @@ def main() -> None:
         max_batch_tokens=args.step_tokens,
         max_requests_per_batch=args.rows,
         use_cuda_graph=False,
+        allow_block_sharing=False,  # or the next round finds the prompts of this one
     )
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     with (

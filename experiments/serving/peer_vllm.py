@@ -53,13 +53,14 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=264)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    page = -(-args.page // 32) * 32  # its kernel for CPUs takes multiples of 32
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever it prints
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "0-" + str(args.threads - 1),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads])),
     }
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     from vllm import LLM, SamplingParams
@@ -73,8 +74,10 @@ def main() -> None:
             dtype="float32",
             max_model_len=768,
             max_num_seqs=args.rows,
-            max_num_batched_tokens=max(args.step_tokens, 768),
-            block_size=-(-args.page // 32) * 32,  # its CPU kernel takes multiples of 32
+            max_num_batched_tokens=args.step_tokens,
+            enable_chunked_prefill=True,
+            block_size=page,
+            num_gpu_blocks_override=args.pages * args.page // page,  # whatever the processor is called
             enable_prefix_caching=False,
         )
         for line in sys.stdin:

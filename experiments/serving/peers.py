@@ -54,6 +54,11 @@ class Peer:
         result: dict[str, float] = json.loads(answer)
         return result
 
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,10 +94,13 @@ def main() -> None:
         engine.arrange()  # an empty cache: nothing is reused from the round before
         for name in rates:
             result = peers[name].ride(jobs) if name in peers else ride(engine, jobs)
+            assert result.get("new_tokens", new) == new, (
+                f"{name} has answered with {result['new_tokens']} tokens, not {new}"
+            )
             rates[name].append(round(new / result["seconds"], 2))
             first[name].append(round(result["ttft_p50"], 3))
     for peer in peers.values():
-        peer.process.terminate()
+        peer.end()
     middle = {name: statistics.median(values) for name, values in rates.items()}
     print(
         json.dumps(

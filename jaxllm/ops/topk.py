@@ -9,7 +9,7 @@ and `EMPTY` in the other places.
 Long inputs never hold scores `[t, s]`: a block of queries meets keys a block at a time and keeps the best so far. The running best stand
 before the new block's scores and `largest` prefers what stands first, so the result is that of one piece. It is ascending in place
 there, and best first where a few queries hold their scores of all keys: the order has no meaning. The heads' scores of a part of a
-block exist at a time; the choice, whose cost hardly grows with the keys that it is made from, waits for the whole block.
+block exist at a time; the choice, much of whose cost is by query and not by key, waits for the whole block.
 
 Shapes: `q [b t h k]`, `w [b t h]` fp32, `k [b s k]`, result int32 `[b t top_k]`. Query t sees key s where `s < reach[t]` and both are of
 the same document; where documents are not given, all keys are.
@@ -22,7 +22,7 @@ from jax import Array, lax
 from jaxllm.cache import EMPTY
 from jaxllm.ops.selection import largest
 
-QUERIES = 32  # queries scored at a time: their heads' scores of a block of keys stay in the caches of a CPU
+QUERIES = 32  # queries scored at a time: their heads' scores of a part of the keys stay in the caches of a CPU
 KEYS = 8192  # keys that they choose from at a time
 PART = 1024  # keys that they are scored with at a time
 DIRECT = 16  # so few queries hold their scores of the whole cache at once
@@ -88,7 +88,7 @@ def select(
     if s <= top_k:  # whatever the scores are, all that is visible is chosen
         index = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, t, s))
         return _chosen(jnp.where(reachable(reach, s, docs), 0.0, -jnp.inf), index, top_k)
-    if t <= direct or (t <= queries and s <= keys):
+    if t <= direct or (t <= queries and s <= part):
         return top_k_naive(index_scores(q, w, k, scale), reachable(reach, s, docs), top_k)
     return _by_blocks(q, w, k, reach, top_k, scale, docs, min(queries, t), min(keys, s), min(part, keys, s))
 
@@ -133,7 +133,8 @@ def _by_blocks(
                 return lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, new, -jnp.inf), at, 2)
 
             count = jnp.clip((last - start + part - 1) // part, 0, -(-size // part))
-            scores = lax.fori_loop(0, count, score, jnp.full((b, c, size), -jnp.inf))
+            fresh = (i * size - start) // part  # what stands before was in the last block
+            scores = lax.fori_loop(fresh, count, score, jnp.full((b, c, size), -jnp.inf))
             index = start + jnp.arange(size, dtype=jnp.int32)
             values = jnp.concatenate([best[0], scores], axis=-1)
             places = jnp.concatenate([best[1], jnp.broadcast_to(index, scores.shape)], axis=-1)

@@ -130,3 +130,12 @@ def test_the_kernels_lower_for_machines_that_are_not_here(platform, target, call
     query = jax.ShapeDtypeStruct((b, t, 4 * g, k), jnp.bfloat16)
     decode = functools.partial(paged_decode, scale=1.0, platform=platform, interpret=False)
     assert call in lowered(decode, platform, target, query, pool, pool, ints((b, pages)), ints((b, t)), ints((b, t)))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("shape, axis", [((5, 4, 3), 1), ((5, 2, 4, 3), 2), ((5, 2, 3, 4), 3)])
+def test_pages_side_by_side_are_a_row_whatever_the_machine(monkeypatch, backend, shape, axis):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    pool, table = np.random.default_rng(0).standard_normal(shape).astype(np.float32), np.array([[3, 1, 4], [0, 3, 2]])
+    want = np.stack([np.concatenate(list(pool[row]), axis=axis - 1) for row in table])
+    np.testing.assert_array_equal(module.read_pages(jnp.asarray(pool), jnp.asarray(table, jnp.int32), axis), want)

@@ -119,15 +119,25 @@ def draw(
     from jaxllm.measure import plots
 
     title = "What each part of the recipe costs and gives"
-    figure, axes = plots.canvas(title, f"decoding at {context:,}", "cache, kB", "validation loss (nats per token)")
+    aside = f"decoding at {context:,}; area: FLOPs of a decoded token"
+    figure, axes = plots.canvas(title, aside, "cache, kB", "validation loss (nats per token)")
     colours = dict(zip(NAMES, (plots.INK, plots.BLUE, plots.GREEN, plots.ORANGE, "#CC79A7"), strict=True))
+    most = max(known[name]["cache"] for name in runs)
     for name, group in runs.items():
-        for i, run in enumerate(group):
-            label = NAMES[name] if i == 0 else None
-            size = known[name]["decode_flops"] / 1e4
-            axes.scatter(known[name]["cache"] / 1e3, run.result["val_loss"], s=size, color=colours[name], label=label)
-    plots.note(axes, "area: FLOPs of a decoded token")
-    plots.legend(axes)
+        x, size = known[name]["cache"] / 1e3, known[name]["decode_flops"] / 1e4
+        losses = [run.result["val_loss"] for run in group]
+        axes.scatter([x] * len(group), losses, s=size, color=colours[name])
+        left = known[name]["cache"] > most / 2  # names stand on the side that has room
+        axes.annotate(
+            NAMES[name],
+            (x, statistics.mean(losses)),
+            xytext=(-14 if left else 14, 0),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="center",
+            color=colours[name],
+        )
+    axes.margins(x=0.1, y=0.1)
     figure.savefig(out / "recipe.png", dpi=150)
 
 

@@ -119,8 +119,8 @@ def draw(
     from jaxllm.measure import plots
 
     title = "What each part of the recipe costs and gives"
-    aside = f"decoding at {context:,}; area: FLOPs of a decoded token"
-    figure, axes = plots.canvas(title, aside, "cache, kB", "validation loss (nats per token)")
+    x_label, y_label = "cache, kB (area: FLOPs of a decoded token)", "validation loss (nats per token)"
+    figure, axes = plots.canvas(title, f"decoding at {context:,}", x_label, y_label)
     colours = dict(zip(NAMES, (plots.INK, plots.BLUE, plots.GREEN, plots.ORANGE, "#CC79A7"), strict=True))
     most = max(known[name]["cache"] for name in runs)
     for name, group in runs.items():

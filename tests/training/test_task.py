@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -136,13 +137,21 @@ def test_a_teacher_is_asked_once_and_a_stopped_pass_goes_on(done, tmp_path):
         run(tmp_path / "st", *student, "data.seed=3")
     with pytest.raises(UserError, match="labels=.*: no labels there"):
         run(tmp_path / "sn", *student, f"objective.distill.labels={tmp_path}")
-    student[-1] = "train.steps=4"
-    straight, _ = run(tmp_path / "one", *student)
-    run(tmp_path / "two", *student, stop=StopAt(2))
-    resumed, said = run(tmp_path / "two", *student, resume=True)
+    same_when_stopped(tmp_path, *student[:-1])
+
+
+def same_when_stopped(folder, *words):
+    """Four steps, at once and in twos, end in the same loss and the same bits."""
+    straight, _ = run(folder / "one", *words, "train.steps=4")
+    run(folder / "two", *words, "train.steps=4", stop=StopAt(2))
+    resumed, said = run(folder / "two", *words, "train.steps=4", resume=True)
     assert "resume: from step 2" in said and resumed["loss"] == straight["loss"]
-    a, b = (Checkpoints(tmp_path / name / "checkpoints").restore_params()[0] for name in ("one", "two"))
-    np.testing.assert_array_equal(a["embed"], b["embed"])
+    a, b = (Checkpoints(folder / name / "checkpoints").restore_params()[0] for name in ("one", "two"))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_modules_that_predict_further_go_on_as_if_nothing_had_happened(tmp_path):
+    same_when_stopped(tmp_path, "+mtp@model.mtp=chained", "objective=mtp")
 
 
 def test_a_teacher_names_no_ids_behind_the_tokenizers(done, tmp_path, monkeypatch):

@@ -286,6 +286,7 @@ def test_every_task_exists_as_a_file():
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
+        ("model.mixers.global.num_heads=0", "model.mixers.global: num_heads: 0 must be at least 1"),
         ("model.mixers.global.num_heads=7", "model.mixers.global: num_kv_heads: 2 must divide num_heads=7"),
         ("model.mixers.global.head_dim=7", "model.mixers.global: rope.partial: 1.0 of head_dim 7 gives 7 channels"),
     ],

@@ -96,7 +96,9 @@ class GQA(Layer, kw_only=True):
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.kv_heads < 1 or self.num_heads % self.kv_heads:
+        if self.num_heads < 1:
+            raise UserError(f"num_heads: {self.num_heads} must be at least 1")
+        if self.kv_heads < 1 or self.num_heads % self.kv_heads:
             raise UserError(f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}")
         if self.head_dim is None and self.d_model % self.num_heads:
             raise UserError(

@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,12 +32,16 @@ TOKENS = 96  # of a text in the heat maps
 
 
 def other_study(name: str) -> ModuleType:
-    """The report of another study: windows of long documents, a reader of their losses."""
-    file = Path(__file__).resolve().parents[1] / name / "report.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_report", file)
+    """The report of another study, which may import its neighbours: windows of long documents, a reader of their losses."""
+    folder = Path(__file__).resolve().parents[1] / name
+    spec = importlib.util.spec_from_file_location(f"{name}_report", folder / "report.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
     return module
 
 

@@ -58,6 +58,7 @@ class Subject:
     def __init__(self, model: LanguageModel, seed: int = 0) -> None:
         self.model, self.decoder = model, model.unrolled()
         self.params = randomised(model, seed)
+        self._moved: Any = None
 
         def both(params: Any) -> tuple[Any, Any]:
             flat = unstack(model, params)
@@ -73,6 +74,24 @@ class Subject:
     def full(self, tokens: np.ndarray, segments: np.ndarray | None = None) -> np.ndarray:
         segments = np.ones_like(tokens) if segments is None else np.asarray(segments, np.int32)
         return np.asarray(self._full(self.params, padded(tokens), padded(segments)))[: len(tokens)]
+
+    def allowed(self, tokens: np.ndarray) -> np.ndarray:
+        """By how much logits of two orders of summation may differ, `[b t 1]`: TOLERANCE, or where that is more, four times what they
+        change by when each parameter moves by up to half a unit in its last place.
+
+        A head whose output is nearly zero is blown up by its norm (KDA, GDN), and its rounding with it: at one token in a hundred or so.
+        """
+        if self._moved is None:
+            rng = np.random.default_rng(0)
+
+            def moved(a: Any) -> jax.Array:
+                a = np.asarray(a)
+                return jax.device_put((a * (1 + 2.0**-24 * rng.uniform(-1, 1, a.shape))).astype(a.dtype))
+
+            self._moved = jax.tree.map(moved, self.params)
+        args = padded(tokens), padded(np.ones_like(tokens))
+        change = np.abs(np.asarray(self._full(self._moved, *args)) - np.asarray(self._full(self.params, *args)))
+        return np.maximum(TOLERANCE, 4 * change.max(-1, keepdims=True))[: len(tokens)]
 
     def cache(self, draft: int = 0) -> Any:
         return self._cache(draft)
@@ -103,8 +122,12 @@ class Subject:
         return np.random.default_rng(seed).integers(0, VOCAB, (b, t)).astype(np.int32)
 
 
-def close(a: Any, b: Any, tolerance: float = TOLERANCE) -> None:
-    np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=tolerance)
+def close(a: Any, b: Any, tolerance: Any = TOLERANCE) -> None:
+    """`tolerance` broadcasts to `a` and `b`."""
+    difference = np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32))
+    worst = np.unravel_index(np.argmax(difference - tolerance), difference.shape)
+    assert np.shape(a) == np.shape(b)
+    assert np.all(difference <= tolerance), f"{difference[worst]} at {worst} of {difference.shape}"
 
 
 def check_causal(s: Subject) -> None:
@@ -150,24 +173,24 @@ def check_padding(s: Subject) -> None:
 def check_splits(s: Subject) -> None:
     """prefill(i) + prefill(T - i) for every i, and chunks of 1 and of 2, equal the full forward."""
     tokens = s.tokens(1)
-    full = s.full(tokens)
+    full, allowed = s.full(tokens), s.allowed(tokens)
     first = np.arange(1, T)
     rows = np.tile(tokens, (T - 1, 1))
     cache, one = s.step(s.cache(), rows, np.zeros(T - 1), first)
     rest = np.stack([np.roll(tokens[0], -i) for i in first])
     cache, two = s.step(cache, rest, first, T - first)
     for r, i in enumerate(range(1, T)):
-        close(one[r, :i], full[0, :i])
-        close(two[r, : T - i], full[0, i:])
+        close(one[r, :i], full[0, :i], allowed[0, :i])
+        close(two[r, : T - i], full[0, i:], allowed[0, i:])
     cache = s.cache()
     for i in range(T):
         cache, logits = s.step(cache, tokens[:, i : i + 1], [i])
-        close(logits, full[:, i : i + 1])
+        close(logits, full[:, i : i + 1], allowed[:, i : i + 1])
     cache = s.cache()
     for i in range(0, T, 2):
         chunk = np.pad(tokens[:, i : i + 2], ((0, 0), (0, T - 2)))
         cache, logits = s.step(cache, chunk, [i], [2])
-        close(logits[:, :2], full[:, i : i + 2])
+        close(logits[:, :2], full[:, i : i + 2], allowed[:, i : i + 2])
 
 
 def _compressed(s: Subject) -> list[int]:
@@ -197,12 +220,12 @@ def check_draft_verify(s: Subject, draft: int = 3, cache: Any = None, **places: 
     """Draft, verify, accept a random number per row, go on: every committed token's logits equal the full forward."""
     b, rng = ROWS, np.random.default_rng(0)
     truth = s.tokens(b, seed=3)
-    full = s.full(truth)
+    full, allowed = s.full(truth), s.allowed(truth)
     prompt = rng.integers(1, draft + 2, b).astype(np.int32)
     cache = s.cache(draft) if cache is None else cache
     cache, logits = s.step(cache, truth[:, : 1 + draft], np.zeros(b), prompt, **places)
     for r in range(b):
-        close(logits[r, : prompt[r]], full[r, : prompt[r]])
+        close(logits[r, : prompt[r]], full[r, : prompt[r]], allowed[r, : prompt[r]])
     lengths, accepted, rounds = prompt.copy(), np.zeros(b, np.int32), 0
     while (lengths + accepted + 1 + draft <= T).any():
         lengths = lengths + accepted
@@ -219,7 +242,8 @@ def check_draft_verify(s: Subject, draft: int = 3, cache: Any = None, **places: 
         new, tentative = live * (1 + draft), live * draft
         cache, logits = s.step(cache, feed, lengths, new, tentative=tentative, accepted=accepted, **places)
         for r in np.flatnonzero(live):
-            close(logits[r, : 1 + good[r]], full[r, lengths[r] : lengths[r] + 1 + good[r]])
+            at = slice(lengths[r], lengths[r] + 1 + good[r])
+            close(logits[r, : 1 + good[r]], full[r, at], allowed[r, at])
         lengths, accepted, rounds = lengths + live, good, rounds + 1
     assert rounds >= 3
     return cache

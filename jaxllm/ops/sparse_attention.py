@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from jaxllm.ops.attention import LOWEST, causal_blocks, normalised, per_head, scores_under
 
-GATHERED = 2**22  # bytes of keys that a block of queries gathers at a time
+GATHERED = 2**24  # bytes of keys that a block of queries gathers at a time
 SCORES = 2**22  # scores that a block of queries holds at a time, masked
 PENALTY = 4.0  # a gathered multiply-add costs this many masked ones: keys are copied first and shared by no other query
 

@@ -6,25 +6,29 @@ Scores are fp32. The weights have a sign, so a score may be negative, and where 
 common, and are always won by the earlier key, whatever the shape of the call. A query that sees fewer than `top_k` keys gets all of them
 and `EMPTY` in the other places.
 
-Long inputs never hold scores `[t, s]`: a block of queries meets keys a block at a time and keeps the best so far. The running best stand
-before the new block's scores and `largest` prefers what stands first, so the result is that of one piece. It is ascending in place
-there, and best first where a few queries hold their scores of all keys: the order has no meaning. The heads' scores of a part of a
-block exist at a time; the choice, much of whose cost is by query and not by key, waits for the whole block.
+Long inputs never hold scores `[t, s]`: a block of queries is scored with a part of the keys after the other, chooses when it has met `KEYS`
+of them, and keeps the best so far. The best so far stand before those of the next keys and `largest` prefers what stands first, so the
+result is that of one piece. It is ascending in place within each block of keys, and best first where a few queries hold their scores of
+all keys: the order has no meaning. The heads' scores of a part exist at a time.
 
 Shapes: `q [b t h k]`, `w [b t h]` fp32, `k [b s k]`, result int32 `[b t top_k]`. Query t sees key s where `s < reach[t]` and both are of
 the same document; where documents are not given, all keys are.
 """
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.cache import EMPTY
-from jaxllm.ops.selection import largest
+from jaxllm.ops.selection import LEAST, WORD, Halves, at_places, largest, ordered, places
 
-QUERIES = 32  # queries scored at a time: their heads' scores of a part of the keys stay in the caches of a CPU
-KEYS = 8192  # keys that they choose from at a time
-PART = 1024  # keys that they are scored with at a time
+QUERIES = 64  # queries scored at a time: their heads' scores of a part of the keys stay in the caches of a CPU
+KEYS = 32768  # keys that they choose from at a time
+TILE = 2048  # scores that are looked at at a time in choosing
+PART = 512  # keys that they are scored with at a time
 DIRECT = 16  # so few queries hold their scores of the whole cache at once
 
 Docs = tuple[Array, Array]  # document ids of queries [b t] and of keys [b s]; 0 = padding
@@ -90,7 +94,7 @@ def select(
         return _chosen(jnp.where(reachable(reach, s, docs), 0.0, -jnp.inf), index, top_k)
     if t <= direct or (t <= queries and s <= part):
         return top_k_naive(index_scores(q, w, k, scale), reachable(reach, s, docs), top_k)
-    return _by_blocks(q, w, k, reach, top_k, scale, docs, min(queries, t), min(keys, s), min(part, keys, s))
+    return _by_blocks(q, w, k, reach, top_k, scale, docs, min(queries, t), keys, min(part, keys, s))
 
 
 def _by_blocks(
@@ -102,12 +106,18 @@ def _by_blocks(
     scale: float,
     docs: Docs | None,
     c: int,
-    size: int,
+    keys: int,
     part: int,
 ) -> Array:
-    """c queries choose from `size` keys at a time and are scored with `part` of those."""
+    """c queries choose from `keys` keys at a time and are scored with `part` of those."""
     b, t = q.shape[:2]
-    s = k.shape[1]
+    size = -(-min(keys, k.shape[1]) // part) * part  # keys of a block
+    whole = math.lcm(part, WORD)
+    tile = whole * max(1, min(TILE, size) // whole)
+    count = -(-k.shape[1] // size)
+    many = ((0, 0), (0, count * size - k.shape[1]))
+    k = jnp.pad(k, (*many, (0, 0)))  # no query reaches what is added
+    docs_k = None if docs is None else jnp.pad(docs[1], many)
 
     def blocks(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, -t % c)) + ((0, 0),) * (x.ndim - 2))
@@ -115,35 +125,44 @@ def _by_blocks(
 
     parts = (blocks(q), blocks(w), blocks(reach), None if docs is None else blocks(docs[0]))
 
-    def one(parts_c: tuple[Array, Array, Array, Array | None]) -> Array:
+    def one(held: Halves, parts_c: tuple[Array, Array, Array, Array | None]) -> tuple[Halves, Array]:
         q_c, w_c, reach_c, docs_c = parts_c
         last = jnp.max(reach_c)
 
-        def meet(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
-            start = jnp.minimum(i * size, s - size)  # the last block may overlap the one before it
+        def choose(start: Array | int, held: Halves) -> tuple[Halves, Array]:
+            """The best of the keys `start .. start + size - 1`, by their places in the block."""
 
-            def score(j: Array, scores: Array) -> Array:
-                at = jnp.minimum(j * part, size - part)
-                first = start + at
+            def score(j: Array, held: Halves) -> Halves:
+                first = start + j * part
                 pair = None
-                if docs is not None and docs_c is not None:
-                    pair = (docs_c, lax.dynamic_slice_in_dim(docs[1], first, part, 1))
-                seen = reachable(reach_c, part, pair, first) & (first + jnp.arange(part, dtype=jnp.int32) >= i * size)
+                if docs_k is not None and docs_c is not None:
+                    pair = (docs_c, lax.dynamic_slice_in_dim(docs_k, first, part, 1))
                 new = index_scores(q_c, w_c, lax.dynamic_slice_in_dim(k, first, part, 1), scale)
-                return lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, new, -jnp.inf), at, 2)
+                keys_c = ordered(jnp.where(reachable(reach_c, part, pair, first), new, -jnp.inf))
+                return held.write(lax.optimization_barrier(keys_c), j * part)
 
-            count = jnp.clip((last - start + part - 1) // part, 0, -(-size // part))
-            fresh = (i * size - start) // part  # what stands before was in the last block
-            scores = lax.fori_loop(fresh, count, score, jnp.full((b, c, size), -jnp.inf))
-            index = start + jnp.arange(size, dtype=jnp.int32)
-            values = jnp.concatenate([best[0], scores], axis=-1)
-            places = jnp.concatenate([best[1], jnp.broadcast_to(index, scores.shape)], axis=-1)
-            at = largest(values, top_k)
-            values = jnp.take_along_axis(values, at, axis=-1, mode="fill", fill_value=-jnp.inf)
-            return values, jnp.take_along_axis(places, at, axis=-1, mode="fill", fill_value=EMPTY)
+            reached = jnp.clip((last - start + part - 1) // part, 0, size // part)
+            held = lax.fori_loop(0, reached, score, held)
+            tiles = (reached * part + tile - 1) // tile
+            nothing = jnp.full((b, c, part), LEAST)
+            held = lax.fori_loop(reached, tiles * (tile // part), lambda j, held: held.write(nothing, j * part), held)
+            return held, places(dataclasses.replace(held, count=tiles), top_k)
 
-        start = jnp.full((b, c, top_k), -jnp.inf), jnp.full((b, c, top_k), EMPTY, jnp.int32)
-        count = (last + size - 1) // size
-        return lax.fori_loop(0, jnp.minimum(count, -(-s // size)), meet, start)[1]
+        if count == 1:
+            held, at = choose(0, held)
+            return held, jnp.where(at < size, at, EMPTY)
 
-    return jnp.moveaxis(lax.map(one, parts), 0, 1).reshape(b, -1, top_k)[:, :t]
+        def meet(i: Array, state: tuple[Halves, Array, Array]) -> tuple[Halves, Array, Array]:
+            held, best, index = state
+            held, at = choose(i * size, held)
+            best = jnp.concatenate([best, held.at(at)], axis=-1)
+            index = jnp.concatenate([index, jnp.where(at < size, i * size + at, EMPTY)], axis=-1)
+            at = largest(best, top_k)
+            return held, at_places(best, at, LEAST), at_places(index, at, EMPTY)
+
+        start = held, jnp.full((b, c, top_k), LEAST, jnp.int32), jnp.full((b, c, top_k), EMPTY, jnp.int32)
+        held, _, index = lax.fori_loop(0, jnp.minimum((last + size - 1) // size, count), meet, start)
+        return held, index
+
+    index = lax.scan(one, Halves.empty(-(-size // tile), b, c, tile), parts)[1]
+    return jnp.moveaxis(index, 0, 1).reshape(b, -1, top_k)[:, :t]

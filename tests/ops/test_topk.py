@@ -1,12 +1,14 @@
 """The indexer's choice: blocks against one piece, ties, few visible keys, and no score matrix of a long input."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.cache import EMPTY
-from jaxllm.ops.selection import largest
+from jaxllm.ops.selection import FEW, Halves, bracket, largest, ordered, places
 from jaxllm.ops.topk import index_scores, select, top_k_naive
 
 B, T, S, H, K = 2, 13, 37, 2, 4
@@ -42,7 +44,7 @@ def test_the_choice_is_that_of_the_equation_and_ties_go_to_the_earlier_key_in_ev
     docs[1][1, 30:] = 0  # padding
     want = by_hand(q, w, k, reach, 6, docs)
     pair = tuple(jnp.asarray(x, jnp.int32) for x in docs)
-    for blocks in ((T, S, S, 16), (4, 8, 8, 0), (5, 16, 6, 0), (1, 7, 2, 0)):
+    for blocks in ((T, S, S, 16), (4, 8, 8, 0), (5, 16, 6, 0), (1, 7, 2, 0), (4, 37, 16, 0)):
         sizes = {"scale": 1.0, **dict(zip(("queries", "keys", "part", "direct"), blocks, strict=True))}
         call = jax.jit(
             lambda *x, docs, sizes=sizes: select(*x, 6, docs=docs, **sizes)
@@ -66,18 +68,62 @@ def test_what_fits_is_chosen_whole_and_without_scores():
         np.testing.assert_array_equal(got[0, t], [*range(t), *[EMPTY] * (S - t)])
 
 
-def test_the_largest_by_threshold_are_the_first_of_a_stable_sort():
-    """Ties at the threshold, more of them than words; rows of one value, of nothing, of fewer than k; both zeros; huge and tiny numbers."""
-    rng = np.random.default_rng(0)
-    for n, s, k in ((6, 300, 17), (6, 37, 37)):
-        x = rng.integers(-3, 4, (n, s)).astype(np.float32) * 10.0 ** rng.integers(-38, 38, (n, s)).astype(np.float32)
-        x[0], x[1, 3:], x[2], x[3] = -np.inf, -np.inf, 2.0, np.where(rng.random(s) < 0.5, -0.0, 0.0)
-        x[4] = np.round(x[4])
-        got = np.asarray(jax.jit(largest, static_argnums=1)(jnp.asarray(x), k))
-        for row, places in zip(x, got, strict=True):
-            best = [i for i in np.argsort(-row, kind="stable")[:k] if row[i] > -np.inf]
-            np.testing.assert_array_equal(places[: len(best)], sorted(best))
-            assert np.all(places[len(best) :] >= s)
+def hard_rows(n, s, rng):
+    """Rows of nothing, of fewer than k, of one value, of both zeros, of ties, and of huge and tiny numbers."""
+    x = rng.integers(-3, 4, (n, s)).astype(np.float32) * 10.0 ** rng.integers(-38, 38, (n, s)).astype(np.float32)
+    x[0], x[1, 3:], x[2], x[3] = -np.inf, -np.inf, 2.0, np.where(rng.random(s) < 0.5, -0.0, 0.0)
+    x[4] = np.round(x[4])
+    return x
+
+
+def check_largest(x, got, k):
+    for row, places_ in zip(x, np.asarray(got), strict=True):
+        best = [i for i in np.argsort(-row, kind="stable")[:k] if row[i] > -np.inf]
+        np.testing.assert_array_equal(places_[: len(best)], sorted(best))
+        assert np.all(places_[len(best) :] >= len(row))
+
+
+@pytest.mark.parametrize(("s", "k"), [(300, 17), (37, 37)])
+def test_the_largest_by_threshold_are_the_first_of_a_stable_sort(s, k):
+    x = hard_rows(6, s, np.random.default_rng(0))
+    check_largest(x, jax.jit(lambda x: largest(ordered(x), k))(jnp.asarray(x)), k)
+
+
+@pytest.mark.parametrize("tile", [64, 512])
+def test_a_few_numbers_are_compared_and_many_searched_with_equal_results(tile):
+    """Row by row, as rows that are looked at together take the same way: which way is said too."""
+    rng = np.random.default_rng(1)
+    k, s = 100, 512
+    wide = rng.standard_normal(s)  # parted by their upper bits
+    narrow = 1 + rng.random(s) * 2.0**-9  # one value of the upper bits: to be told apart by the lower
+    tied = np.where(rng.random(s) < 0.1, 3.0, 1.0)  # more equals than are compared
+    apart = rng.permutation(np.where(np.arange(s) < k, 5.0, 1.0)) + rng.random(
+        s
+    )  # k of them reach the first trial between
+    sparse = np.where(rng.random(s) < 0.5, wide, -np.inf)
+    x = np.stack([*hard_rows(5, s, rng), wide, narrow, tied, -narrow, sparse, apart])
+    x = x.astype(np.float32)
+
+    @jax.jit
+    def choose(row):
+        halves = Halves.of(ordered(row), tile)
+        at = bracket(halves, k, FEW)
+        return places(halves, k), at.done(k) | (at.reach - at.beyond <= FEW)
+
+    few = []
+    for row in x:
+        got, is_few = choose(row[None])
+        check_largest(row[None], got, k)
+        few.append(bool(is_few[0, 0]))
+    assert few == [True, True, False, False, True, True, False, False, False, True, True]
+
+
+def test_tiles_that_hold_nothing_yet_are_not_looked_at():
+    """Numbers of an earlier block stand there."""
+    x = np.random.default_rng(2).standard_normal((3, 256)).astype(np.float32)
+    halves = dataclasses.replace(Halves.of(ordered(jnp.asarray(x)), 64), count=jnp.int32(2))
+    got = jax.jit(lambda h: places(h, 10))(halves)
+    check_largest(x[:, :128], got, 10)
 
 
 def biggest(jaxpr):

@@ -17,6 +17,7 @@ Shapes: `x [.. s]`, result `[.. k]`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from flax import struct
 from jax import Array, lax
 
 WORD = 32
-PIECES = 8
+PIECES = 4, 16
 FEW = 64  # numbers that are compared with each other rather than searched in
 _LEAST16, _MOST16 = -(1 << 15), 1 << 15
 LEAST = -(1 << 31)
@@ -111,11 +112,15 @@ def in_rows(tiles: Array) -> Array:
 def _sum(mask: Array) -> Array:
     """How many of `mask [.. s]` are set: int32 `[.. 1]`.
 
-    Eight pieces of each row are added to each other first: XLA on a CPU does that in vectors, and adds the numbers of a row to one sum
-    one after the other, which takes twice as long.
+    Pieces of each row are added to each other first: XLA on a CPU does that in vectors, and adds the numbers of a row to one sum one after
+    the other. By two steps, 64 pieces in all, it takes half as long as by 8.
     """
-    inside = mask.astype(jnp.int16).reshape(*mask.shape[:-1], PIECES, mask.shape[-1] // PIECES)
-    return jnp.sum(jnp.sum(inside, axis=-2, dtype=jnp.int16), axis=-1, keepdims=True, dtype=jnp.int32)
+    *lead, s = mask.shape
+    pieces = PIECES if s % math.prod(PIECES) == 0 else (8,)
+    inside = mask.astype(jnp.int16).reshape(*lead, *pieces, -1)
+    for _ in pieces:
+        inside = jnp.sum(inside, axis=len(lead), dtype=jnp.int16)
+    return jnp.sum(inside, axis=-1, keepdims=True, dtype=jnp.int32)
 
 
 @struct.dataclass

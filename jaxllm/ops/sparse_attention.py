@@ -38,16 +38,20 @@ def rows_at(x: Array, index: Array) -> Array:
 
 
 def by_queries(f: Callable[..., Any], arrays: Any, c: int) -> Any:
-    """`f(arrays)` for blocks of c queries (axis 1 of every array and result), with nothing kept for the backward."""
+    """`f(arrays)` for blocks of c queries (axis 1 of every array and result), with nothing kept for the backward.
+
+    Blocks are up to half as large where that divides the queries: else all arrays are copied, to pad them.
+    """
     t = jax.tree.leaves(arrays)[0].shape[1]
     body = jax.checkpoint(f)
     if t <= c:
         return body(arrays)
-
+    c = next((n for n in range(c, c // 2, -1) if t % n == 0), c)
     count = -(-t // c)
 
     def cut(x: Array) -> Array:  # an array may have channels of width 0, so that no size can be left open
-        x = jnp.pad(x, ((0, 0), (0, -t % c)) + ((0, 0),) * (x.ndim - 2))
+        if t % c:
+            x = jnp.pad(x, ((0, 0), (0, -t % c)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], count, c, *x.shape[2:]), 1, 0)
 
     def join(x: Array) -> Array:
@@ -76,12 +80,15 @@ def attend_gathered(
     """
     b, t, n = index.shape
     s, width = keys[0].shape[1], None
-    if value is None and t * n > s:  # rows are read more often than a copy of all of them costs: one gather for two
-        queries, keys, width = [jnp.concatenate(queries, axis=-1)], [jnp.concatenate(keys, axis=-1)], keys[0].shape[-1]
+    joined = value is None and t * n > s
+    if joined:  # rows are read more often than a copy of all of them costs: one gather for two
+        keys, width = [jnp.concatenate(keys, axis=-1)], keys[0].shape[-1]
     widths = sum(k.shape[-1] * k.dtype.itemsize for k in (*keys, *([] if value is None else [value])))
 
     def block(part: tuple[tuple[Array, ...], Array]) -> tuple[Array, Array | None]:
         q, places = part
+        if joined:
+            q = (jnp.concatenate(q, axis=-1),)
         own = [rows_at(k, places) for k in keys]
         scores = scale * sum(
             jnp.einsum("bthk,btnk->btnh", a, k, preferred_element_type=jnp.float32) for a, k in zip(q, own, strict=True)
@@ -92,7 +99,7 @@ def attend_gathered(
         v = own[0] if value is None else rows_at(value, places)
         out = jnp.einsum("btnh,btnv->bthv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)[..., :width]
         out = out / jnp.swapaxes(total, 2, 3)
-        return out.astype(q[0].dtype), jnp.sum(weights / total, axis=3) if want_mass else None
+        return out.astype(queries[0].dtype), jnp.sum(weights / total, axis=3) if want_mass else None
 
     return by_queries(block, (tuple(queries), index), max(1, size // (b * n * widths)))
 

@@ -1,11 +1,12 @@
 """Time and scratch memory of sparse latent attention against the length, part by part and beside dense; one JSON line a measurement.
 
-    python experiments/sparse_speed/ours.py [prefill|decode|all] [--lengths 4096,8192,16384,32768] [--dense 32768] [--repeats 3]
+    python experiments/sparse_speed/ours.py [prefill|decode|all] [--lengths 4096,8192,16384,32768] [--dense 32768] [--rows 1] [--repeats 3]
 
 One layer's attention without its projections, float32, one row: 16 heads, latents of 512, 64 turned channels, 16 index heads of 64, 512
 chosen keys. `prefill`: the indexer's choice and attention on what it chose, apart, and dense causal attention by the same heads. `decode`:
-one token behind a cache of each length, the whole layer with prepared weights, sparse and dense in turn; the dense one's bandwidth is
-printed as a share of what a plain sum over as many bytes reaches on this machine in the same round.
+one token of each row behind a cache of each length, sparse and dense in turn: `layer`, the whole layer with prepared weights and a cache
+that it writes to, and `attention`, from queries to the heads' values, without projections. The dense ones' bandwidth is printed as a share
+of what a plain sum over as many bytes reaches on this machine in the same round.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from jaxllm.layers.base import Context
 from jaxllm.layers.dsa import DSA
 from jaxllm.layers.mla import MLA
 from jaxllm.ops.blockwise import blockwise
+from jaxllm.ops.latent import absorb, attend_latents, unabsorb
 from jaxllm.ops.mask import CAUSAL
 from jaxllm.ops.sparse_attention import attend_gathered
 from jaxllm.ops.topk import select
@@ -73,29 +75,47 @@ def prefill(t: int, dense: bool) -> dict[str, Program]:
     return out
 
 
-def decode(s: int) -> dict[str, Program]:
-    """One token behind a full cache of s, and a sum over as many bytes as dense attention reads."""
+def decode(s: int, rows: int) -> dict[str, Program]:
+    """One token of each row behind a full cache of s, and a sum over as many bytes as dense attention reads."""
     out: dict[str, Program] = {}
     for name, layer in (("sparse", DSA(d_model=D, **SIZES, **INDEX)), ("dense", MLA(d_model=D, **SIZES))):
-        step = Context.step(jnp.zeros((1, 1), jnp.int32), jnp.full(1, s - 1))
-        whole = Context.whole(jnp.zeros((1, 8), jnp.int32))
+        step = Context.step(jnp.zeros((rows, 1), jnp.int32), jnp.full(rows, s - 1))
+        whole = Context.whole(jnp.zeros((rows, 8), jnp.int32))
         params = jax.tree.map(
             lambda box: box.value,
-            layer.init(jax.random.key(1), normal(0, 1, 8, D), whole),
+            layer.init(jax.random.key(1), normal(0, rows, 8, D), whole),
             is_leaf=lambda x: hasattr(x, "value"),
         )
         params = layer.prepare(params["params"])
         cache = jax.tree.map(
-            lambda a: jax.random.normal(jax.random.key(2), a.shape), layer.init_cache(1, s, jnp.float32)
+            lambda a: jax.random.normal(jax.random.key(2), a.shape), layer.init_cache(rows, s, jnp.float32)
         )
 
         def run(p: Mapping[str, Any], x: jax.Array, cache: Any, layer: MLA = layer, step: Context = step) -> Any:
             y, cache, _, _ = layer.apply({"params": p}, x, step, cache)
             return cache, y
 
-        program, arguments, scratch = compiled(run, params, normal(3, 1, 1, D), cache, donate_argnums=2)
-        out[name] = held(program, arguments), (), scratch
-    out["read"] = compiled(jnp.sum, normal(4, s * (2 * R + TURNED)))
+        program, arguments, scratch = compiled(run, params, normal(3, rows, 1, D), cache, donate_argnums=2)
+        out[f"layer {name}"] = held(program, arguments), (), scratch
+
+    at = jnp.full((rows, 1), s - 1, jnp.int32)
+    heads = normal(4, rows, 1, H, N), normal(5, rows, 1, H, TURNED), normal(6, rows, s, R), normal(7, rows, s, TURNED)
+    up = normal(8, H, N, R), normal(9, H, R, N)
+    scored = normal(10, rows, 1, HEADS, WIDTH), normal(11, rows, 1, HEADS), normal(12, rows, s, WIDTH)
+
+    def sparse(heads: Any, up: Any, scored: Any, at: jax.Array) -> jax.Array:
+        (q_n, q_r, latent, key), (up_k, up_v) = heads, up
+        index = select(*scored, at + 1, TOP, scale=WIDTH**-0.5)
+        q = absorb(q_n, up_k).transpose(0, 2, 1, 3)
+        z = attend_gathered((q, q_r), (latent, key), None, index, scale=0.07)[0]
+        return unabsorb(z.transpose(0, 2, 1, 3), up_v)
+
+    def dense(heads: Any, up: Any, at: jax.Array) -> jax.Array:
+        return attend_latents(*heads, *up, at, jnp.ones(at.shape, bool), scale=0.07)
+
+    out["attention sparse"] = compiled(sparse, heads, up, scored, at)
+    out["attention dense"] = compiled(dense, heads, up, at)
+    out["read"] = compiled(jnp.sum, normal(13, rows, s * (2 * R + TURNED)))
     return out
 
 
@@ -142,17 +162,19 @@ def report_prefill(lengths: list[int], most: int, repeats: int) -> None:
     print(json.dumps({"exponent": summary, "sparse_over_dense": ratios}), flush=True)
 
 
-def report_decode(lengths: list[int], repeats: int) -> None:
+def report_decode(lengths: list[int], rows: int, repeats: int) -> None:
     for s in lengths:
-        programs = decode(s)
-        seconds = timed(programs, 5 * repeats)
+        seconds = timed(decode(s, rows), 5 * repeats)
         median, least = ({name: f(times) for name, times in seconds.items()} for f in (statistics.median, min))
-        row = {"what": "decode", "context": s, **{f"{name}_ms": 1e3 * value for name, value in median.items()}}
-        row |= {
-            "dense_over_sparse": median["dense"] / median["sparse"],
-            "by_the_fastest": least["dense"] / least["sparse"],
-        }
-        print(json.dumps({**row, "dense_bandwidth_share": median["read"] / median["dense"]}), flush=True)
+        for part in ("layer", "attention"):
+            sparse, dense = f"{part} sparse", f"{part} dense"
+            row = {"what": f"decode {part}", "context": s, "rows": rows}
+            row |= {"sparse_ms": 1e3 * median[sparse], "dense_ms": 1e3 * median[dense]}
+            row |= {
+                "dense_over_sparse": median[dense] / median[sparse],
+                "by_the_fastest": least[dense] / least[sparse],
+            }
+            print(json.dumps({**row, "dense_bandwidth_share": median["read"] / median[dense]}), flush=True)
 
 
 def main() -> None:
@@ -160,12 +182,13 @@ def main() -> None:
     parser.add_argument("what", nargs="?", default="all", choices=("prefill", "decode", "all"))
     parser.add_argument("--lengths", default="4096,8192,16384,32768")
     parser.add_argument("--dense", type=int, default=32768, help="dense attention up to this length")
+    parser.add_argument("--rows", type=int, default=1, help="of a decode step")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     prepare(compose([]).common)
     lengths = [int(n) for n in args.lengths.split(",")]
     if args.what in ("decode", "all"):
-        report_decode(lengths, args.repeats)
+        report_decode(lengths, args.rows, args.repeats)
     if args.what in ("prefill", "all"):
         report_prefill(lengths, args.dense, args.repeats)
 

@@ -40,7 +40,8 @@ def index_scores(q: Array, w: Array, k: Array, scale: float) -> Array:
     Few queries on many keys, as in a decode step, are the columns of the product: as its rows they took a CPU five times as long.
     """
     b, t, h, width = q.shape
-    rows, w = q.reshape(b, t * h, width), w.astype(jnp.float32) * scale  # scale > 0 goes through relu: one product less a score
+    rows = q.reshape(b, t * h, width)
+    w = w.astype(jnp.float32) * scale  # what is positive goes through relu: one product less for every head's score
     if t <= DIRECT:
         dots = jnp.einsum("bsk,bmk->bsm", k, rows, preferred_element_type=jnp.float32).reshape(b, -1, t, h)
         return jnp.swapaxes(jnp.sum(jax.nn.relu(dots) * w[:, None], axis=-1), 1, 2)

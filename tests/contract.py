@@ -25,6 +25,7 @@ from jaxllm.params import declare, init_params, is_declared, unstack
 VOCAB, D, T = 61, 32, 12
 ROWS, LENGTH = 12, 40  # every whole call has ROWS x T tokens, every cache ROWS x LENGTH: few shapes, few compilations
 TOLERANCE = 2e-5  # fp32, logits of order 1 after two layers
+MOST = 1e-4  # where rounding is blown up: see `Subject.allowed`
 
 
 def model_of(mixers: dict[str, Any], layers: str, ffns: dict[str, Any] | None = None, **kwargs: Any) -> LanguageModel:
@@ -77,21 +78,27 @@ class Subject:
 
     def allowed(self, tokens: np.ndarray) -> np.ndarray:
         """By how much logits of two orders of summation may differ, `[b t 1]`: TOLERANCE, or where that is more, four times what they
-        change by when each parameter moves by up to half a unit in its last place.
+        change by when a quarter of the parameters, drawn at random, move by a unit in their last place.
 
-        A head whose output is nearly zero is blown up by its norm (KDA, GDN), and its rounding with it: at one token in a hundred or so.
+        A head whose output is nearly zero is blown up by its norm (KDA, GDN), and its rounding with it. That is so at few tokens, and the
+        most that is allowed is what the house allows beside other implementations.
         """
         if self._moved is None:
             rng = np.random.default_rng(0)
 
             def moved(a: Any) -> jax.Array:
                 a = np.asarray(a)
-                return jax.device_put((a * (1 + 2.0**-24 * rng.uniform(-1, 1, a.shape))).astype(a.dtype))
+                if not np.issubdtype(a.dtype, np.floating):
+                    return jax.device_put(a)
+                unit = np.where(rng.random(a.shape) < 0.25, rng.choice([-1, 1], a.shape), 0) * np.spacing(np.abs(a))
+                return jax.device_put(a + unit.astype(a.dtype))
 
             self._moved = jax.tree.map(moved, self.params)
         args = padded(tokens), padded(np.ones_like(tokens))
         change = np.abs(np.asarray(self._full(self._moved, *args)) - np.asarray(self._full(self.params, *args)))
-        return np.maximum(TOLERANCE, 4 * change.max(-1, keepdims=True))[: len(tokens)]
+        allowed = np.clip(4 * change.max(-1, keepdims=True), TOLERANCE, MOST)[: len(tokens)]
+        assert np.mean(allowed > TOLERANCE) < 0.25
+        return allowed
 
     def cache(self, draft: int = 0) -> Any:
         return self._cache(draft)

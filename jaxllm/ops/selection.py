@@ -4,9 +4,9 @@
 
 T is found bit by bit: a float32 read as an integer (the lower bits turned round where it is negative) orders as the number does, and
 whether at least k integers reach a trial T is one comparison and one count. The upper 16 bits are searched first, so that what is compared
-is half as wide, and only until few numbers are left that T may be: those are taken out and compared with each other. Where more have the
-same upper bits (ties), the search goes on in the lower ones. A heap, as `lax.top_k` keeps on a CPU, takes one number after the other and
-several times as long.
+is half as wide, and only until few numbers are left that T may be: those are taken out and compared with each other. A trial that parts
+exactly k from the rest serves as T. Where more have the same upper bits (ties), the search goes on in the lower ones. A heap, as
+`lax.top_k` keeps on a CPU, takes one number after the other and several times as long.
 
 What is chosen is written as bits, 32 places a word; where the j-th set bit stands is a search in the running count of the words and then
 in the word. So the result is ascending in place, which gathering likes, and nothing is scattered.
@@ -125,7 +125,10 @@ def _sum(mask: Array) -> Array:
 
 @struct.dataclass
 class Bracket:
-    """Each row's T lies in `least <= T < most` (upper 16 bits, int32 `[.. 1]`), which so many numbers reach: `reach >= k > beyond`."""
+    """Each row's T lies in `least <= T < most` (upper 16 bits, int32 `[.. 1]`), which so many numbers reach: `reach >= k > beyond`.
+
+    Where fewer than k numbers are above the least of all, `least` stands below them and `reach` is their count.
+    """
 
     least: Array
     most: Array
@@ -164,7 +167,6 @@ def bracket(x: Halves, k: int, few: int) -> Bracket:
 
 def among_few(x: Halves, at: Bracket, k: int, few: int) -> Array:
     """T, int32 `[.. 1]`, where a bracket holds at most `few` numbers: they are taken out and compared with each other."""
-
     least, most = at.least.astype(jnp.int16), (at.most - 1).astype(jnp.int16)
 
     def mark(i: Array, upper: Array, lower: Array, words: Array) -> Array:
@@ -179,7 +181,7 @@ def among_few(x: Halves, at: Bracket, k: int, few: int) -> Array:
 
 
 def by_lower_bits(x: Halves, at: Bracket, k: int) -> Array:
-    """T, int32 `[.. 1]`, where a bracket is one value of the upper bits: bit by bit of the lower ones of whom it holds."""
+    """T, int32 `[.. 1]`, where a bracket is one value of the upper bits, or done: bit by bit of the lower ones of whom it holds."""
     none, high = jnp.zeros_like(at.least), at.least.astype(jnp.int16)
 
     def split(i: Array, upper: Array, lower: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -199,7 +201,8 @@ def by_lower_bits(x: Halves, at: Bracket, k: int) -> Array:
 
 
 def threshold(x: Halves, k: int, few: int = FEW) -> Array:
-    """The largest T, int32 `[.. 1]`, that k numbers reach; one that all but the least number reach, where those are fewer."""
+    """A T, int32 `[.. 1]`, that exactly k numbers reach, or else the largest that more do; where fewer than k numbers are above the least
+    of all, one that they reach."""
     at = bracket(x, k, few)
     enough = jnp.all(at.done(k) | (at.reach - at.beyond <= few))
     return lax.cond(enough, lambda: among_few(x, at, k, few), lambda: by_lower_bits(x, at, k))

@@ -112,11 +112,13 @@ def _by_blocks(
 ) -> Array:
     """c queries choose from `keys` keys at a time and are scored with `part` of those."""
     b, t = q.shape[:2]
-    size = -(-min(keys, k.shape[1]) // part) * part  # keys of a block
+    s = k.shape[1]
+    count = -(-s // keys)
+    size = -(-s // (count * part)) * part  # keys of a block
     whole = math.lcm(part, WORD)
     tile = whole * max(1, min(TILE, size) // whole)
-    count = -(-k.shape[1] // size)
-    many = ((0, 0), (0, count * size - k.shape[1]))
+    reach = jnp.minimum(reach, s)
+    many = ((0, 0), (0, count * size - s))
     k = jnp.pad(k, (*many, (0, 0)))  # no query reaches what is added
     docs_k = None if docs is None else jnp.pad(docs[1], many)
 
@@ -144,7 +146,7 @@ def _by_blocks(
 
             reached = jnp.clip((last - start + part - 1) // part, 0, size // part)
             held = lax.fori_loop(0, reached, score, held)
-            tiles = (reached * part + tile - 1) // tile
+            tiles = jnp.maximum(1, (reached * part + tile - 1) // tile)  # one at least is looked at
             nothing = jnp.full((b, c, part), LEAST)
             held = lax.fori_loop(reached, tiles * (tile // part), lambda j, held: held.write(nothing, j * part), held)
             return held, places(dataclasses.replace(held, count=tiles), top_k)

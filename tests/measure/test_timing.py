@@ -11,8 +11,8 @@ from jaxllm.measure.timing import SHORTEST, Timing, compiled, peak_bytes, second
 
 
 def test_a_call_of_known_cost_reads_as_numpys_own_time():
-    """Sorts by numpy, called from a compiled program: timed where they run, and from outside by the harness. The least of each; they take
-    long beside the millisecond that calling back costs."""
+    """Sorts by numpy, called from a compiled program: timed where they run, and from outside by the harness, call by call, as other work on
+    the machine slows some; they take long beside the millisecond that calling back costs."""
     a = np.random.default_rng(0).standard_normal(500_000)
     shape, numpys = jax.ShapeDtypeStruct((), jnp.float32), []
 
@@ -24,8 +24,11 @@ def test_a_call_of_known_cost_reads_as_numpys_own_time():
 
     program, _ = compiled(lambda x: jax.pure_callback(least, shape, x), jnp.float32(0))
     one = jnp.float32(1)
-    ours = time_calls({"sort": lambda: program(one)}, repeats=20)["sort"].min_ms
-    assert len(numpys) >= 20 and ours == pytest.approx(min(numpys), rel=0.1)
+    timing = time_calls({"sort": lambda: program(one)}, repeats=20)["sort"]
+    own = np.array(numpys[-20:])  # the calls before warm up
+    beside = (np.array(timing.samples_ms) - own) / own
+    assert beside.shape == (20,) and np.all(beside >= 0) and np.median(beside) < 0.1
+    assert timing.min_ms == min(timing.samples_ms)
 
 
 class Later:

@@ -142,6 +142,7 @@ def _by_blocks(
                     pair = (docs_c, lax.dynamic_slice_in_dim(docs_k, first, part, 1))
                 new = index_scores(q_c, w_c, lax.dynamic_slice_in_dim(k, first, part, 1), scale)
                 keys_c = ordered(jnp.where(reachable(reach_c, part, pair, first), new, -jnp.inf))
+                # the barrier keeps each of the two halves that are written from summing over the heads anew
                 return held.write(lax.optimization_barrier(keys_c), j * part)
 
             reached = jnp.clip((last - start + part - 1) // part, 0, size // part)

@@ -5,7 +5,8 @@ chip, and all chunks go at once; the state's walk over the chunks is left to XLA
 
 Everything is in tiles of 16 tokens, read and written through references, since that is what both compilers take. Between tiles both
 exponents are sums of one pair's log-decays and never positive. Within a tile a bounded gate is factored around the middle row (no
-exponent leaves [-40, 40]); an unbounded one takes the differences first, `[16 16 k]`, which never leave the chip.
+exponent leaves [-40, 40]); with an unbounded one the tile goes column by column, and a pair's exponent is made as a sum too: the difference
+of two long sums would lose what the last tokens add.
 """
 
 import functools
@@ -64,7 +65,7 @@ def _kernel(
             m_ref[rows, tiles[j]] = jnp.where(same, _dot(q * grown, key, True), 0.0)
             between = between + key_total
         same = number == number.reshape(1, size)
-        lower, scores = _tile(q, k, kb, prefix, g, bounded)
+        lower, scores = _tile(q, k, kb, prefix, g) if bounded else _columns(q, kb, k_ref, g_ref, rows)
         m_ref[rows, rows] = jnp.where(same & upto, scores, 0.0)
         inverse[i, i] = _tile_inverse(jnp.where(same & strict, lower, 0.0))
         t_ref[rows, rows] = inverse[i, i]
@@ -77,17 +78,33 @@ def _kernel(
             m_ref[rows, tiles[j]] = jnp.zeros((size, size), jnp.float32)
 
 
-def _tile(q: Array, k: Array, kb: Array, prefix: Array, g: Array, bounded: bool) -> tuple[Array, Array]:
-    """Products of a tile with itself, for both readers; above the diagonal there is rubbish."""
-    size = k.shape[0]
-    if bounded:
-        first_half = lax.broadcasted_iota(jnp.int32, g.shape, 0) < size // 2
-        middle = jnp.sum(jnp.where(first_half, g, 0.0), axis=0, keepdims=True)
-        key, grown = k * jnp.exp(middle - prefix), jnp.exp(prefix - middle)
-        return _dot(kb * grown, key, True), _dot(q * grown, key, True)
-    difference = prefix[:, None, :] - prefix[None, :, :]
-    key = jnp.exp(jnp.minimum(difference, 0.0)) * k[None, :, :]
-    return jnp.sum(kb[:, None, :] * key, axis=-1), jnp.sum(q[:, None, :] * key, axis=-1)
+def _tile(q: Array, k: Array, kb: Array, prefix: Array, g: Array) -> tuple[Array, Array]:
+    """Products of a tile with itself, for both readers, of a bounded gate; above the diagonal there is rubbish."""
+    first_half = lax.broadcasted_iota(jnp.int32, g.shape, 0) < k.shape[0] // 2
+    middle = jnp.sum(jnp.where(first_half, g, 0.0), axis=0, keepdims=True)
+    key, grown = k * jnp.exp(middle - prefix), jnp.exp(prefix - middle)
+    return _dot(kb * grown, key, True), _dot(q * grown, key, True)
+
+
+def _columns(q: Array, kb: Array, k_ref: Any, g_ref: Any, rows: Any) -> tuple[Array, Array]:
+    """The same of any gate, from the last key to the first: what a reader's decay to a key is, it is to the key before and one more."""
+    size, width = q.shape
+    reader = lax.broadcasted_iota(jnp.int32, (size, width), 0)
+    column = lax.broadcasted_iota(jnp.int32, (size, size), 1)
+
+    def meet(n: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        between, lower, scores = state
+        i = size - 1 - n
+        g = g_ref[pl.ds(rows.start + jnp.minimum(i + 1, size - 1), 1), :]  # of the next key; the last has no reader
+        between = jnp.where(reader > i, between + g, 0.0)
+        key = jnp.exp(between) * k_ref[pl.ds(rows.start + i, 1), :]
+        lower, scores = (
+            jnp.where(column == i, jnp.sum(a * key, axis=-1, keepdims=True), x) for a, x in ((kb, lower), (q, scores))
+        )
+        return between, lower, scores
+
+    square = jnp.zeros((size, size), jnp.float32)
+    return lax.fori_loop(0, size, meet, (jnp.zeros((size, width), jnp.float32), square, square))[1:]
 
 
 def _tile_inverse(lower: Array) -> Array:

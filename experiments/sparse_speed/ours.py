@@ -5,8 +5,9 @@
 One layer's attention without its projections, float32, one row: 16 heads, latents of 512, 64 turned channels, 16 index heads of 64, 512
 chosen keys. `prefill`: the indexer's choice and attention on what it chose, apart, and dense causal attention by the same heads. `decode`:
 one token of each row behind a cache of each length, sparse and dense in turn: `layer`, the whole layer with prepared weights and a cache
-that it writes to, and `attention`, from queries to the heads' values, without projections. The dense ones' bandwidth is printed as a share
-of what a plain sum over as many bytes reaches on this machine in the same round.
+that it writes to, and `attention`, from queries to the heads' values, without projections; each with index keys in float32 and in bfloat16
+(`index_dtype`). The dense ones' bandwidth is printed as a share of what a plain sum over as many bytes reaches on this machine in the same
+round.
 """
 
 import argparse
@@ -42,6 +43,7 @@ SIZES = {
     "v_head_dim": N,
 }
 INDEX = {"top_k": TOP, "index_heads": HEADS, "index_head_dim": WIDTH}
+INDEX_DTYPES = "float32", "bfloat16"
 Program = tuple[Callable[..., Any], tuple[Any, ...], int]  # compiled, its arguments, bytes of scratch
 
 
@@ -78,7 +80,8 @@ def prefill(t: int, dense: bool) -> dict[str, Program]:
 def decode(s: int, rows: int) -> dict[str, Program]:
     """One token of each row behind a full cache of s, and a sum over as many bytes as dense attention reads."""
     out: dict[str, Program] = {}
-    for name, layer in (("sparse", DSA(d_model=D, **SIZES, **INDEX)), ("dense", MLA(d_model=D, **SIZES))):
+    sparse_layers = {name: DSA(d_model=D, **SIZES, **INDEX, index_dtype=name) for name in INDEX_DTYPES}
+    for name, layer in (*sparse_layers.items(), ("dense", MLA(d_model=D, **SIZES))):
         step = Context.step(jnp.zeros((rows, 1), jnp.int32), jnp.full(rows, s - 1))
         whole = Context.whole(jnp.zeros((rows, 8), jnp.int32))
         params = jax.tree.map(
@@ -88,7 +91,7 @@ def decode(s: int, rows: int) -> dict[str, Program]:
         )
         params = layer.prepare(params["params"])
         cache = jax.tree.map(
-            lambda a: jax.random.normal(jax.random.key(2), a.shape), layer.init_cache(rows, s, jnp.float32)
+            lambda a: jax.random.normal(jax.random.key(2), a.shape, a.dtype), layer.init_cache(rows, s, jnp.float32)
         )
 
         def run(p: Mapping[str, Any], x: jax.Array, cache: Any, layer: MLA = layer, step: Context = step) -> Any:
@@ -113,7 +116,9 @@ def decode(s: int, rows: int) -> dict[str, Program]:
     def dense(heads: Any, up: Any, at: jax.Array) -> jax.Array:
         return attend_latents(*heads, *up, at, jnp.ones(at.shape, bool), scale=0.07)
 
-    out["attention sparse"] = compiled(sparse, heads, up, scored, at)
+    for name in INDEX_DTYPES:
+        q, w, k = scored
+        out[f"attention {name}"] = compiled(sparse, heads, up, (q.astype(name), w, k.astype(name)), at)
     out["attention dense"] = compiled(dense, heads, up, at)
     out["read"] = compiled(jnp.sum, normal(13, rows, s * (2 * R + TURNED)))
     return out
@@ -166,9 +171,9 @@ def report_decode(lengths: list[int], rows: int, repeats: int) -> None:
     for s in lengths:
         seconds = timed(decode(s, rows), 5 * repeats)
         median, least = ({name: f(times) for name, times in seconds.items()} for f in (statistics.median, min))
-        for part in ("layer", "attention"):
-            sparse, dense = f"{part} sparse", f"{part} dense"
-            row = {"what": f"decode {part}", "context": s, "rows": rows}
+        for part, name in itertools.product(("layer", "attention"), INDEX_DTYPES):
+            sparse, dense = f"{part} {name}", f"{part} dense"
+            row = {"what": f"decode {part}", "index_dtype": name, "context": s, "rows": rows}
             row |= {"sparse_ms": 1e3 * median[sparse], "dense_ms": 1e3 * median[dense]}
             row |= {
                 "dense_over_sparse": median[dense] / median[sparse],

@@ -56,6 +56,10 @@ class Choosing(Layer, kw_only=True):
     index_heads, index_head_dim, index_interleaved: see `Indexer`. gather: how keys are met, null = the cheaper way: true, each query
     gathers its own; false, all keys under a mask.
 
+    index_dtype: what queries and keys of the scores are rounded to, and the keys cached in; null = the layer's and the cache's. Products
+    are summed in fp32 all the same. bfloat16 halves what a decode step reads of float32 (V3.2's own kernels keep eight bits). What one
+    shape of call rounds up another may round down, so a choice between near equals is not always that of another shape.
+
     index_pool m: tokens of an index key (GLM-5.3-Flash). With more than 1, a query chooses `top_k / m` pools of m tokens, complete ones,
     counted from its document's first token, and has the tokens of its own pool besides while that is not complete. Index heads then
     take no rotation. Index keys cost 1/m of a cache and of their scores; what a pool not yet complete is made of waits in a ring.
@@ -67,6 +71,7 @@ class Choosing(Layer, kw_only=True):
     index_heads: int = 16
     index_head_dim: int | None = None
     index_interleaved: bool = False
+    index_dtype: str | None = None
     index_pool: int = 1
     recall_queries: int = 0
     gather: bool | None = None
@@ -78,6 +83,8 @@ class Choosing(Layer, kw_only=True):
                 raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
         if self.recall_queries < 0:
             raise UserError(f"recall_queries: {self.recall_queries} must be 0 (none) or more")
+        if self.index_dtype not in (None, "bfloat16", "float32"):
+            raise UserError(f"index_dtype: {self.index_dtype!r} is not bfloat16 or float32; null = the cache's")
         if self.index_pool > 1 and self.index_interleaved:
             raise UserError("index_interleaved: true turns nothing where index_pool is more than 1; leave it at false")
         turned = turned if self.index_pool == 1 else 0
@@ -87,6 +94,11 @@ class Choosing(Layer, kw_only=True):
     def index_width(self) -> int:
         """Channels of an index head."""
         raise NotImplementedError
+
+    @nn.nowrap
+    def _index_dtype(self, dtype: Any) -> Any:
+        """Of index keys where all else is in `dtype`."""
+        return dtype if self.index_dtype is None else jnp.dtype(self.index_dtype)
 
     @property
     def chosen(self) -> int:
@@ -112,7 +124,7 @@ class Choosing(Layer, kw_only=True):
         """Of a layer that takes: the choice, and in training the scores' parts, for every layer that an indexer serves teaches it."""
         if self.owns_indexer:
             return {}
-        h, k = self.index_heads, self.index_width
+        h, k, dtype = self.index_heads, self.index_width, self._index_dtype(dtype)
         spec = {"topk": jax.ShapeDtypeStruct((b, t, self.chosen), jnp.int32)}
         if train:
             spec["index_q"] = jax.ShapeDtypeStruct((b, t, h, k), dtype)
@@ -138,6 +150,10 @@ class Choosing(Layer, kw_only=True):
                 )
             out["topk"] = index
         if scorer is not None and "index_q" in out:
+            if (there := out["index_k"].dtype) != scorer.k.dtype:
+                raise UserError(
+                    f"index_dtype: index keys are {scorer.k.dtype} here, {there} in a layer that shares them; make it equal"
+                )
             out |= {"index_q": scorer.q, "index_w": scorer.w, "index_k": scorer.k}
         if "index_loss" in out and "loss/indexer" in aux:
             before = jnp.zeros(2) if self.owns_indexer else out["index_loss"]
@@ -174,20 +190,25 @@ class Choosing(Layer, kw_only=True):
         )
         x, latent = jax.lax.stop_gradient((x, latent))
         m, rows = self.index_pool, ctx.rows
+
+        def scorer(q: Array, w: Array, k: Array) -> Scorer:
+            narrow = self._index_dtype(q.dtype)
+            return Scorer(q.astype(narrow), w, k.astype(narrow))
+
         if cache is None:
             windows = whole_windows(ctx.positions, ctx.segments, m)[0] if m > 1 else None
-            return Scorer(*make(x, latent, angles if m == 1 else None, windows)[:3]), None
+            return scorer(*make(x, latent, angles if m == 1 else None, windows)[:3]), None
         assert rows is not None and isinstance(cache, IndexedCache)
         if cache.recent is None:
             q, w, k, _ = make(x, latent, angles)
             index = write(cache.index, k[:, None], ctx.positions, ctx.segments > 0)
-            return Scorer(q, w, index.astype(q.dtype)), dataclasses.replace(cache, index=index)
+            return scorer(q, w, index), dataclasses.replace(cache, index=index)
         touched = touched_windows(rows.lengths, rows.new, x.shape[1], m, m - 1)
         q, w, k, fresh = make(x, latent, None, touched, read_recent(cache.recent, rows.lengths, m - 1))
         assert fresh is not None
         index = write(cache.index, k[:, None], touched.number, touched.docs > 0)
         recent = write_recent(cache.recent, fresh, ctx.positions, ctx.segments > 0, rows.lengths + rows.new)
-        return Scorer(q, w, index.astype(q.dtype)), dataclasses.replace(cache, index=index, recent=recent)
+        return scorer(q, w, index), dataclasses.replace(cache, index=index, recent=recent)
 
     def _choose(self, scorer: Scorer | None, ctx: Context, shared: Shared | None) -> Array:
         """Places of the chosen keys, int32 `[b t chosen]`, among this call's tokens or in a cache."""
@@ -289,7 +310,7 @@ class Choosing(Layer, kw_only=True):
     def index_cache(self, held: KVCache | LatentCache, batch: int, length: int, draft: int, dtype: Any) -> IndexedCache:
         """Index keys beside what the mixer caches by itself; with pools, room for what the next are made of and `draft` tokens more."""
         k, m = self.index_width, self.index_pool
-        index = jnp.zeros((batch, max(length // m, 1), k), dtype)
+        index = jnp.zeros((batch, max(length // m, 1), k), self._index_dtype(dtype))
         recent = None if m == 1 else jnp.zeros((batch, recent_slots(m - 1, draft), 2 * k), dtype)
         return IndexedCache(held, index, recent)
 
@@ -301,7 +322,8 @@ class Choosing(Layer, kw_only=True):
         """
         if not self.owns_indexer:
             return Cost()
-        i, k, m, size = self.index_heads, self.index_width, self.index_pool, jnp.dtype(dtype).itemsize
+        i, k, m = self.index_heads, self.index_width, self.index_pool
+        size, narrow = jnp.dtype(dtype).itemsize, jnp.dtype(self._index_dtype(dtype)).itemsize
         weights, small = Indexer.weights(self.d_model, r, i, k, m), Indexer.small(k, m)
         e = s if m == 1 else s // m if s > t else s / m
         e = e if e > self.top_k // m else 0
@@ -309,8 +331,8 @@ class Choosing(Layer, kw_only=True):
             flops=2 * batch * t * (weights + e * i * k),
             params=weights + small,
             params_active=weights + small,
-            cache_per_token=k / m * size,
+            cache_per_token=k / m * narrow,
             cache_constant=2 * (m - 1) * k * size,
-            cache_read=batch * (e + 2 * (m - 1)) * k * size,
+            cache_read=batch * (e * narrow + 2 * (m - 1) * size) * k,
             activation_bytes=batch * t * (i * k + k) * size,
         )

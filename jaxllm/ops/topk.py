@@ -8,8 +8,8 @@ and `EMPTY` in the other places.
 
 Long inputs never hold scores `[t, s]`: a block of queries is scored with a part of the keys after the other, chooses when it has met `KEYS`
 of them, and keeps the best so far. The best so far stand before those of the next keys and `largest` prefers what stands first, so the
-result is that of one piece. It is ascending in place within each block of keys, and best first where a few queries hold their scores of
-all keys: the order has no meaning. The heads' scores of a part exist at a time.
+result is that of one piece. It is ascending in place within each block of keys, and best first where a heap makes a few choices: the order
+has no meaning. The heads' scores of a part exist at a time.
 
 Shapes: `q [b t h k]`, `w [b t h]` fp32, `k [b s k]`, result int32 `[b t top_k]`. Query t sees key s where `s < reach[t]` and both are of
 the same document; where documents are not given, all keys are.
@@ -29,6 +29,7 @@ QUERIES = 64  # queries scored at a time: their heads' scores of a part of the k
 KEYS = 32768  # keys that they choose from at a time
 TILE = 2048  # scores that are looked at at a time in choosing
 PART = 512  # keys that they are scored with at a time
+HEAPED = 1024  # choices that a heap makes sooner than a search does, whose passes cost the same for few and for many
 DIRECT = 16  # so few queries hold their scores of the whole cache at once
 
 Docs = tuple[Array, Array]  # document ids of queries [b t] and of keys [b s]; 0 = padding
@@ -86,6 +87,7 @@ def select(
     keys: int = KEYS,
     part: int = PART,
     direct: int = DIRECT,
+    heaped: int = HEAPED,
 ) -> Array:
     """The `top_k` best visible keys of every query, int32 `[b t top_k]`. Not differentiable."""
     b, t = q.shape[:2]
@@ -94,7 +96,11 @@ def select(
         index = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, t, s))
         return _chosen(jnp.where(reachable(reach, s, docs), 0.0, -jnp.inf), index, top_k)
     if t <= direct or (t <= queries and s <= part):
-        return top_k_naive(index_scores(q, w, k, scale), reachable(reach, s, docs), top_k)
+        scores, seen = index_scores(q, w, k, scale), reachable(reach, s, docs)
+        if b * t * top_k < heaped:
+            return top_k_naive(scores, seen, top_k)
+        at = largest(ordered(jnp.where(seen, scores, -jnp.inf)), top_k)
+        return jnp.where(at < s, at, EMPTY)
     return _by_blocks(q, w, k, reach, top_k, scale, docs, min(queries, t), keys, min(part, keys, s))
 
 

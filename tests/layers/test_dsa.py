@@ -2,11 +2,14 @@
 
 import functools
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.cache import EMPTY
+from jaxllm.compose import component
 from jaxllm.errors import UserError
 from jaxllm.layers.base import Context
 from jaxllm.layers.dsa import DSA
@@ -152,6 +155,65 @@ def test_ties_fall_the_same_way_in_prefill_chunk_and_decode():
         np.testing.assert_allclose(decode(layer, params, x, ends), whole, atol=1e-5)
 
 
+@pytest.mark.parametrize("ends", [(T,), (6, 12, 13)])
+def test_narrow_index_keys_are_cached_so_and_chosen_by_and_attention_stays_as_it_is(ends):
+    """The choice is that of rounded queries and keys, whose products are summed in float32; no other array is narrow."""
+    layer = SparseGQA(d_model=D, **GQA_SIZES, **INDEX, index_dtype="bfloat16")
+    params, x = parameters(layer, seed=33)
+    index = Indexer(num_heads=16, head_dim=8)
+    q, w, k, _ = index.apply({"params": params["index"]}, x, None, RoPE().angles(ctx().positions, 6))
+    q_narrow, k_narrow = (a.astype(jnp.bfloat16) for a in (q, k))
+
+    def best(q, k):
+        dots = np.einsum("bthk,bsk->bths", np.asarray(q, np.float64), np.asarray(k, np.float64))
+        scores = np.einsum("bth,bths->bts", w, np.maximum(dots, 0))
+        order = np.argsort(np.where(np.tri(T, dtype=bool), -scores, np.inf), axis=-1, kind="stable")[..., :TOP]
+        return jnp.asarray(np.sort(np.where(order <= np.arange(T)[:, None], order, EMPTY)), jnp.int32)
+
+    places = best(q_narrow, k_narrow)
+    for other in (best(q, k), best(q, k_narrow)):  # what a wide key, or a wide query, would choose
+        assert (other != places).any()
+    wide = layer.clone(index_dtype=None, indexer="shared")
+    rest = {name: value for name, value in params.items() if name != "index"}
+    want = jax.jit(lambda p, x: wide.apply({"params": p}, x, ctx(), None, {"topk": places})[0])(rest, x)
+    whole, _, handed, _ = jax.jit(lambda p, x: layer.apply({"params": p}, x, ctx(), None, {"topk": places}))(params, x)
+    np.testing.assert_array_equal(np.sort(handed["topk"]), places)
+    np.testing.assert_allclose(whole, want, atol=1e-6)
+    np.testing.assert_allclose(decode(layer, params, x, ends), want, atol=1e-5)
+    cache = layer.init_cache(3, 20, jnp.float32)
+    assert (cache.index.dtype, cache.held.k.dtype, cache.held.v.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+
+
+@pytest.mark.parametrize("kind", ["dsa", "dsa_pooled", "sparse_gqa"])
+def test_narrow_index_keys_keep_the_contract(kind):
+    """Every split, drafts that are rejected, pages; parameters and bytes are what is counted."""
+    layer = component("mixer", kind, index_dtype="bfloat16")
+    s = contract.Subject(contract.model_of({"m": layer}, "2* m/dense"))
+    for check in (contract.check_splits, contract.check_paged, contract.check_cost):
+        check(s)
+
+
+def test_layers_that_share_narrow_keys_agree_on_it_and_learn():
+    own, use = pair(index_dtype="bfloat16")
+    spec = start(use, True)
+    assert spec["index_q"].dtype == spec["index_k"].dtype == jnp.bfloat16
+    params, x = parameters(own, spec)
+
+    def loss(params, first):
+        _, _, handed, aux = first.apply({"params": params}, x, ctx(train=True), None, spec)
+        rest = {name: value for name, value in params.items() if name != "index"}
+        more = use.apply({"params": rest}, x, ctx(train=True), None, handed)[3]
+        return aux["loss/indexer"] + more["loss/indexer"]
+
+    grads = jax.jit(jax.grad(functools.partial(loss, first=own)))(params)
+    for name, g in grads["index"].items():
+        for leaf in jax.tree.leaves(g):
+            assert np.isfinite(leaf).all(), name
+    assert np.abs(grads["index"]["k_proj"]).max() > 0
+    with pytest.raises(UserError, match="index_dtype: index keys are float32 here, bfloat16 in a layer that shares"):
+        loss(params, own.clone(index_dtype=None))
+
+
 def pair(**fields):
     """A layer with an indexer and one that shares it; their parameters."""
     full, shared = (DSA(d_model=D, **SIZES, **INDEX, indexer=kind, **fields) for kind in ("full", "shared"))
@@ -295,6 +357,7 @@ def test_what_is_selected_can_be_captured_by_layer():
         ({"index_head_dim": 2}, "index_head_dim: 2 must be at least 4, the channels that turn"),
         ({"indexer": "half"}, "indexer: 'half' is not one of full, shared"),
         ({"attend": "some"}, "attend: 'some' is not one of sparse, dense"),
+        ({"index_dtype": "float8"}, "index_dtype: 'float8' is not bfloat16 or float32"),
         ({"recall_queries": -1}, "recall_queries: -1 must be 0"),
     ],
 )

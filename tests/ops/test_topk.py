@@ -44,8 +44,10 @@ def test_the_choice_is_that_of_the_equation_and_ties_go_to_the_earlier_key_in_ev
     docs[1][1, 30:] = 0  # padding
     want = by_hand(q, w, k, reach, 6, docs)
     pair = tuple(jnp.asarray(x, jnp.int32) for x in docs)
-    for blocks in ((T, S, S, 16), (4, 8, 8, 0), (5, 16, 6, 0), (1, 7, 2, 0), (4, 37, 16, 0)):
-        sizes = {"scale": 1.0, **dict(zip(("queries", "keys", "part", "direct"), blocks, strict=True))}
+    names = "queries", "keys", "part", "direct", "heaped"
+    at_once = ((T, S, S, 16, 10**6), (T, S, S, 16, 0))
+    for blocks in (*at_once, (4, 8, 8, 0, 0), (5, 16, 6, 0, 0), (1, 7, 2, 0, 0), (4, 37, 16, 0, 0)):
+        sizes = {"scale": 1.0, **dict(zip(names, blocks, strict=True))}
         call = jax.jit(
             lambda *x, docs, sizes=sizes: select(*x, 6, docs=docs, **sizes)
         )  # by itself each operation is a program
@@ -61,8 +63,8 @@ def test_queries_that_see_nothing_choose_nothing_though_others_before_them_did()
     reach = jnp.array([[37] * 4 + [0] * 4 + [3] * 4 + [99]])
     docs = tuple(np.ones((1, n), int) for n in (T, S))
     want = by_hand(q, w, k, np.asarray(reach), 6, docs)
-    for keys, part in ((64, 32), (64, 16), (16, 16)):  # one tile, two, blocks of keys
-        sizes = {"scale": 1.0, "queries": 4, "keys": keys, "part": part, "direct": 0}
+    for keys, part, direct in ((64, 32, 0), (64, 16, 0), (16, 16, 0), (64, 32, 16)):  # one tile, two, blocks; at once
+        sizes = {"scale": 1.0, "queries": 4, "keys": keys, "part": part, "direct": direct, "heaped": 0}
         got = jax.jit(lambda *x, sizes=sizes: select(*x, 6, **sizes))(q, w, k, reach)
         np.testing.assert_array_equal(np.sort(got, -1), np.sort(want, -1), err_msg=str(sizes))
 

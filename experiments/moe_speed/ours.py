@@ -5,6 +5,10 @@
 2,048 tokens where no number is given, d 256, experts of width 512, 2 of them a token, float32; the gradient goes to input and weights.
 The dense block is one SwiGLU of width 1,024. All blocks are timed in turn, `repeats` times, so that what else the machine does falls on
 all alike: `ratio` is the median over turns of a block's speed against the dense block of the same turn.
+
+A block twice: `experts_E` with a softmax router of random weights, as in the peer's script, whose busiest expert has up to 1.6 times its
+share; `balanced_E` with a sigmoid router of random weights whose bias the quantile rule has set on this input, as it does while a model
+trains. `load_max` says how even the load was.
 """
 
 import functools
@@ -14,6 +18,7 @@ import sys
 import time
 
 D, F, K = 256, 512, 2
+UPDATES = 20  # of a bias before its router is timed
 
 
 def main(repeats: int = 9, numbers: str = "8,16,32,64", tokens: int = 2048) -> None:
@@ -28,6 +33,7 @@ def main(repeats: int = 9, numbers: str = "8,16,32,64", tokens: int = 2048) -> N
     from jaxllm.layers.base import Context
     from jaxllm.layers.mlp import MLP
     from jaxllm.layers.moe import MoE
+    from jaxllm.layers.router import SigmoidRouter
 
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((1, tokens, D)), jnp.float32)
@@ -44,9 +50,17 @@ def main(repeats: int = 9, numbers: str = "8,16,32,64", tokens: int = 2048) -> N
 
         def loss(x, params):
             y, aux = layer.apply({"params": params}, x, ctx)
-            return jnp.mean(y**2), aux.get("metric/load_max", jnp.float32(1.0))
+            return jnp.mean(y**2), aux
 
-        call = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+        if isinstance(layer, MoE) and layer.router is not MoE.router:
+            rule, router = layer.router_layer()._rule(), params["router"]
+            observe = jax.jit(lambda x, p: loss(x, p)[1]["state/router/bias"])
+            router["bias"] = jnp.zeros_like(router["bias"])
+            for _ in range(UPDATES):
+                router["bias"] = rule(router["bias"], observe(x, params))
+        call = jax.jit(
+            jax.grad(lambda *a: (lambda y, aux: (y, aux.get("metric/load_max", 1.0)))(*loss(*a)), (0, 1), has_aux=True)
+        )
         start = time.perf_counter()
         call = call.lower(x, params).compile()
         compiled = time.perf_counter() - start
@@ -54,7 +68,9 @@ def main(repeats: int = 9, numbers: str = "8,16,32,64", tokens: int = 2048) -> N
         return functools.partial(call, x, params), compiled, float(load)
 
     blocks = {"dense": MLP(d_model=D, d_ff=K * F)}
-    blocks |= {f"experts_{e}": MoE(d_model=D, num_experts=int(e), top_k=K, d_expert=F) for e in numbers.split(",")}
+    for name, router in (("experts", MoE.router), ("balanced", functools.partial(SigmoidRouter, balance="quantile"))):
+        for e in map(int, numbers.split(",")):
+            blocks[f"{name}_{e}"] = MoE(d_model=D, num_experts=e, top_k=K, d_expert=F, router=router)
     calls = {name: prepared(layer) for name, layer in blocks.items()}
     times = {name: [] for name in blocks}
     for _ in range(repeats):

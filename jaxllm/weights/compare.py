@@ -31,7 +31,7 @@ TOP = (
 )
 # Of a layer: where it stands, how it runs and how it is trained, not what it computes.
 ASIDE = {"parent", "name", "dtype", "param_dtype", "d_model", "kernel", "site", "chunk_size", "dispatch", "capacity_factor",
-         "switch_loss", "sequence_loss", "z_loss", "gather", "jitter", "bias_rate", "balance", "router_dtype"}  # fmt: skip
+         "switch_loss", "sequence_loss", "z_loss", "gather", "index_dtype", "jitter", "bias_rate", "balance", "router_dtype"}  # fmt: skip
 
 
 def differences(one: LanguageModel, other: LanguageModel) -> list[str]:

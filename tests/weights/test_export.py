@@ -1,5 +1,6 @@
 """Out to Hugging Face folders: the right class for what a model is, bit-equal tensors, and the folder as others read it."""
 
+import functools
 import json
 import re
 from shutil import copytree
@@ -93,6 +94,16 @@ def test_in_and_out_again_is_the_identity(name, tmp_path):
         "params": sum(t.size for t in before.values()),
         "bytes": sum(t.nbytes for t in before.values()),
     }
+
+
+def test_how_narrow_index_keys_are_is_no_part_of_what_a_model_is():
+    _, model, _ = loaded("deepseek_v32")
+    narrow, fewer = (
+        model.clone(mixers={name: functools.partial(make, **field) for name, make in model.mixers.items()})
+        for field in ({"index_dtype": "bfloat16"}, {"top_k": 3})
+    )
+    assert differences(narrow, model) == [] and choose(narrow).family.architectures[0] == "DeepseekV32ForCausalLM"
+    assert any("top_k: 3" in line for line in differences(fewer, model))
 
 
 SPARSE = "model.layers=global/dense | 2* global/moe"

@@ -42,28 +42,27 @@ def _kernel(
     size = min(TILE, chunk)
     tiles = [pl.ds(n, size) for n in range(0, chunk, size)]
     upto, strict = _lower(size, False), _lower(size, True)
-    summing = upto.astype(jnp.float32)
+    before, after = (mask.astype(jnp.float32) for mask in (upto, ~upto))
 
     def load(rows: Any) -> tuple[Array, ...]:
         g = jnp.broadcast_to(g_ref[rows, :], (size, width))
-        prefix = _dot(summing, g)
-        return q_ref[rows, :], k_ref[rows, :], prefix, jnp.sum(g, axis=0, keepdims=True), g
+        return q_ref[rows, :], k_ref[rows, :], _dot(before, g), _dot(after, g), g
 
     inverse: dict[tuple[int, int], Array] = {}
     for i, rows in enumerate(tiles):
-        q, k, prefix, _, g = load(rows)
+        q, k, prefix, _, g = load(rows)  # log-decays from the tile's start to each token, and from each to its end
         beta, number = beta_ref[rows, :], number_ref[rows, :]
         kb = beta * k
         below: dict[int, Array] = {}
         between = jnp.zeros((1, width), jnp.float32)  # decays of the tiles that lie between the two
         grown = jnp.exp(prefix)
         for j in reversed(range(i)):
-            _, key, key_prefix, key_total, _ = load(tiles[j])
-            key = key * jnp.exp(key_total - key_prefix + between)
+            _, key, _, suffix, key_g = load(tiles[j])
+            key = key * jnp.exp(suffix + between)
             same = number == number_ref[tiles[j], :].reshape(1, size)
             below[j] = jnp.where(same, _dot(kb * grown, key, True), 0.0)
             m_ref[rows, tiles[j]] = jnp.where(same, _dot(q * grown, key, True), 0.0)
-            between = between + key_total
+            between = between + jnp.sum(key_g, axis=0, keepdims=True)
         same = number == number.reshape(1, size)
         lower, scores = _tile(q, k, kb, prefix, g) if bounded else _columns(q, kb, k_ref, g_ref, rows)
         m_ref[rows, rows] = jnp.where(same & upto, scores, 0.0)

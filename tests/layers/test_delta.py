@@ -239,7 +239,8 @@ def test_what_cannot_be_rewound_is_refused_at_set_up():
 def test_devices_that_split_the_length_agree_with_one():
     mixers = {"linear": functools.partial(KDA, num_heads=2, chunk_size=4)}
     model = contract.model_of(mixers, "2* linear/dense")
-    params = contract.randomised(model)
+    subject = contract.Subject(model)
+    params = subject.params
     row = np.tile(tokens(32), (2, 1))
     ctx = Context.whole(row, np.array([[1] * 32, [1] * 7 + [2] * 9 + [3] * 14 + [0] * 2]))
     run = jax.jit(lambda p: model.apply({"params": p}, ctx)[1].logits)
@@ -248,7 +249,7 @@ def test_devices_that_split_the_length_agree_with_one():
     params = jax.device_put(params, param_shardings(declare(model), mesh))
     with use_mesh(mesh):
         got = jax.jit(lambda p: model.apply({"params": p}, ctx)[1].logits)(params)
-    np.testing.assert_allclose(got[0], want[0], atol=2e-5)
+    contract.close(got[0], want[0], subject.allowed(row[:1])[0])
     np.testing.assert_allclose(got[1, :30], want[1, :30], atol=2e-5)
 
 

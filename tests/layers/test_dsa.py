@@ -182,6 +182,8 @@ def test_narrow_index_keys_are_cached_so_and_chosen_by_and_attention_stays_as_it
     np.testing.assert_allclose(decode(layer, params, x, ends), want, atol=1e-5)
     cache = layer.init_cache(3, 20, jnp.float32)
     assert (cache.index.dtype, cache.held.k.dtype, cache.held.v.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+    cost, more = (layer.clone(index_dtype=name).cost(1, 1, 64, "float32") for name in ("bfloat16", None))
+    assert more.cache_read - cost.cache_read == 64 * 8 * 2 and more.flops == cost.flops
 
 
 @pytest.mark.parametrize("kind", ["dsa", "dsa_pooled", "sparse_gqa"])

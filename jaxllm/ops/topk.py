@@ -29,7 +29,7 @@ QUERIES = 64  # queries scored at a time: their heads' scores of a part of the k
 KEYS = 32768  # keys that they choose from at a time
 TILE = 2048  # scores that are looked at at a time in choosing
 PART = 512  # keys that they are scored with at a time
-HEAPED = 1024  # choices that a heap makes sooner than a search does, whose passes cost the same for few and for many
+HEAPED = 1024  # choices that a heap makes sooner on a CPU than a search, whose passes cost the same for few and many
 DIRECT = 16  # so few queries hold their scores of the whole cache at once
 
 Docs = tuple[Array, Array]  # document ids of queries [b t] and of keys [b s]; 0 = padding

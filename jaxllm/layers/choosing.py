@@ -57,8 +57,9 @@ class Choosing(Layer, kw_only=True):
     gathers its own; false, all keys under a mask.
 
     index_dtype: what queries and keys of the scores are rounded to, and the keys cached in; null = the layer's and the cache's. Products
-    are summed in fp32 all the same. bfloat16 halves what a decode step reads of float32 (V3.2's own kernels keep eight bits). What one
-    shape of call rounds up another may round down, so a choice between near equals is not always that of another shape.
+    are summed in fp32 all the same, going forward; gradients to rounded queries and keys are rounded too. bfloat16 halves the index keys
+    that a decode step reads from a float32 cache (V3.2's own kernels keep eight bits). What one shape of call rounds up another may round
+    down, so a choice between near equals is not always that of another shape.
 
     index_pool m: tokens of an index key (GLM-5.3-Flash). With more than 1, a query chooses `top_k / m` pools of m tokens, complete ones,
     counted from its document's first token, and has the tokens of its own pool besides while that is not complete. Index heads then

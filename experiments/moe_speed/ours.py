@@ -7,8 +7,8 @@ The dense block is one SwiGLU of width 1,024. All blocks are timed in turn, `rep
 all alike: `ratio` is the median over turns of a block's speed against the dense block of the same turn.
 
 A block twice: `experts_E` with a softmax router of random weights, as in the peer's script, whose busiest expert has up to 1.6 times its
-share; `balanced_E` with a sigmoid router of random weights whose bias the quantile rule has set on this very input: the
-most even load there is; training sets it by the batches before. `load_max` says how even the load was.
+share; `balanced_E` with a sigmoid router of random weights whose bias the quantile rule has set on this very input: as
+even as the rule makes it; training sets it by the batches before. `load_max` says how even the load was.
 """
 
 import functools

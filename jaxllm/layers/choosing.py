@@ -57,7 +57,7 @@ class Choosing(Layer, kw_only=True):
     gathers its own; false, all keys under a mask.
 
     index_dtype: what queries and keys of the scores are rounded to, and the keys cached in; null = the layer's and the cache's. Products
-    are summed in fp32 all the same, going forward; gradients to rounded queries and keys are rounded too. bfloat16 halves the index keys
+    are summed in fp32 all the same, going forward; gradients to rounded queries and keys are summed rounded. bfloat16 halves the index keys
     that a decode step reads from a float32 cache (V3.2's own kernels keep eight bits). What one shape of call rounds up another may round
     down, so a choice between near equals is not always that of another shape.
 

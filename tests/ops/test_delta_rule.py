@@ -171,14 +171,18 @@ def test_the_kernel_lowers_for_machines_that_are_not_here(platform, target, call
     assert call in lowered(kernel, platform, target, wide, wide, wide, column)
 
 
-@pytest.mark.parametrize("case", ["C32-bounded", "C32-softplus", "C8-head"])
+@pytest.mark.parametrize("case", ["C32-bounded", "C32-softplus", "C32-burst", "C8-head"])
 def test_the_pallas_kernel_interpreted_is_the_recurrence(case):
     """Several tiles a chunk, documents that end inside tiles and at their edges; the gradient takes what the kernel made.
 
-    Where decays reach e^-300 a token, a decay that is the difference of two sums of a tile would be wrong by 3e-5.
+    Where decays reach e^-300 a token, a decay that is the difference of two sums of a tile would be wrong by 3e-5; in a burst of such
+    tokens before light ones, so would one to the tile's end, which the next tile reads, by 1e-4.
     """
     chunk, kind = int(case[1:].split("-")[0]), case.split("-")[1]
-    parts = inputs(t=70, b=2, h=1, least=-5.0 if kind == "bounded" else -300.0, scalar=kind == "head")
+    least = {"bounded": -5.0, "burst": -0.1}.get(kind, -300.0)
+    parts = inputs(t=70, b=2, h=1, least=least, scalar=kind == "head")
+    if kind == "burst":
+        parts[3][:, np.arange(70) % 32 < 8] = -300.0
     first = np.zeros((2, 70), bool)
     first[1, [0, 5, 16, 40, 64]] = True
     weights = np.random.default_rng(0).standard_normal((2, 70, 1, 5)).astype(np.float32)

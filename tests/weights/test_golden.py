@@ -140,7 +140,7 @@ def test_bfloat16_is_within_its_own_rounding(name):
 def test_linear_attention_of_glm_with_bounded_decays():
     """One layer, by the rules of Kimi Linear's: its whole text model needs a vision tower that is not here.
 
-    What is allowed is what whole models are allowed beside transformers: a head whose output is nearly zero is blown up by its norm.
+    Off by 1.8e-5 where code is made for AVX2 or AVX-512.
     """
     ref = load_file(GOLDEN / "kda_bounded.safetensors")
     layer = KDA(d_model=24, num_heads=2, head_dim=8, gate_form="bounded", norm_eps=1e-5, kernel="chunk")
@@ -154,7 +154,7 @@ def test_linear_attention_of_glm_with_bounded_decays():
     assert params.keys() == boxes.keys()
     params = nest({tuple(path.split("/")): value for path, value in params.items()})
     y = jax.jit(lambda p, x: layer.apply({"params": p}, x, ctx)[0])(params, ref["x"])
-    np.testing.assert_allclose(y, ref["y"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(y, ref["y"], atol=4e-5, rtol=0)
 
 
 def test_mimo_roles_and_heads():

@@ -57,9 +57,8 @@ class Choosing(Layer, kw_only=True):
     gathers its own; false, all keys under a mask.
 
     index_dtype: what queries and keys of the scores are rounded to, and the keys cached in; null = the layer's and the cache's. Products
-    are summed in fp32 all the same, going forward; gradients to rounded queries and keys are summed rounded. bfloat16 halves the index keys
-    that a decode step reads from a float32 cache (V3.2's own kernels keep eight bits). What one shape of call rounds up another may round
-    down, so a choice between near equals is not always that of another shape.
+    are summed in fp32 all the same. bfloat16 halves the index keys that a decode step reads from a float32 cache (V3.2's own kernels keep
+    eight bits). What one shape of call rounds up another may round down, so a choice between near equals is not always that of another.
 
     index_pool m: tokens of an index key (GLM-5.3-Flash). With more than 1, a query chooses `top_k / m` pools of m tokens, complete ones,
     counted from its document's first token, and has the tokens of its own pool besides while that is not complete. Index heads then
@@ -125,7 +124,7 @@ class Choosing(Layer, kw_only=True):
         """Of a layer that takes: the choice, and in training the scores' parts, for every layer that an indexer serves teaches it."""
         if self.owns_indexer:
             return {}
-        h, k, dtype = self.index_heads, self.index_width, self._index_dtype(dtype)
+        h, k = self.index_heads, self.index_width
         spec = {"topk": jax.ShapeDtypeStruct((b, t, self.chosen), jnp.int32)}
         if train:
             spec["index_q"] = jax.ShapeDtypeStruct((b, t, h, k), dtype)
@@ -151,10 +150,6 @@ class Choosing(Layer, kw_only=True):
                 )
             out["topk"] = index
         if scorer is not None and "index_q" in out:
-            if (there := out["index_k"].dtype) != scorer.k.dtype:
-                raise UserError(
-                    f"index_dtype: index keys are {scorer.k.dtype} here, {there} in a layer that shares them; make it equal"
-                )
             out |= {"index_q": scorer.q, "index_w": scorer.w, "index_k": scorer.k}
         if "index_loss" in out and "loss/indexer" in aux:
             before = jnp.zeros(2) if self.owns_indexer else out["index_loss"]
@@ -194,7 +189,9 @@ class Choosing(Layer, kw_only=True):
 
         def scorer(q: Array, w: Array, k: Array) -> Scorer:
             narrow = self._index_dtype(q.dtype)
-            return Scorer(q.astype(narrow), w, k.astype(narrow))
+            # gradients to a key that many queries chose are summed in what holds it
+            held = q.dtype if ctx.train else narrow
+            return Scorer(q.astype(narrow).astype(held), w, k.astype(narrow).astype(held))
 
         if cache is None:
             windows = whole_windows(ctx.positions, ctx.segments, m)[0] if m > 1 else None

@@ -20,6 +20,12 @@ from jaxllm.model import LanguageModel
 from jaxllm.params import init_params
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fresh():
+    """Warmed up in this file, so that nothing that files before it in the process did counts."""
+    made.cache_clear()
+
+
 @pytest.fixture
 def engine():
     """One engine for all tests, so that every shape is compiled once; it must be left as it was found."""

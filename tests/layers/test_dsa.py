@@ -176,7 +176,9 @@ def test_narrow_index_keys_are_cached_so_and_chosen_by_and_attention_stays_as_it
     wide = layer.clone(index_dtype=None, indexer="shared")
     rest = {name: value for name, value in params.items() if name != "index"}
     want = jax.jit(lambda p, x: wide.apply({"params": p}, x, ctx(), None, {"topk": places})[0])(rest, x)
-    whole, _, handed, _ = jax.jit(lambda p, x: layer.apply({"params": p}, x, ctx(), None, {"topk": places}))(params, x)
+    whole, _, handed, _ = jax.jit(lambda p, x: layer.apply({"params": p}, x, ctx(), None, {"topk": 0 * places}))(
+        params, x
+    )
     np.testing.assert_array_equal(np.sort(handed["topk"]), places)
     np.testing.assert_allclose(whole, want, atol=1e-5)
     np.testing.assert_allclose(decode(layer, params, x, ends), want, atol=1e-5)
@@ -195,25 +197,26 @@ def test_narrow_index_keys_keep_the_contract(kind):
         check(s)
 
 
-def test_layers_that_share_narrow_keys_agree_on_it_and_learn():
-    own, use = pair(index_dtype="bfloat16")
-    spec = start(use, True)
-    assert spec["index_q"].dtype == spec["index_k"].dtype == jnp.bfloat16
-    params, x = parameters(own, spec)
+def test_layers_that_share_narrow_keys_learn_as_from_rounded_ones():
+    """The gradient is that of float32 at rounded queries and keys, whoever shares them; two roundings of 2^-9 on its way are all."""
 
-    def loss(params, first):
-        _, _, handed, aux = first.apply({"params": params}, x, ctx(train=True), None, spec)
-        rest = {name: value for name, value in params.items() if name != "index"}
-        more = use.apply({"params": rest}, x, ctx(train=True), None, handed)[3]
-        return aux["loss/indexer"] + more["loss/indexer"]
+    def grads(own, use):
+        spec = start(use, True)
+        params, x = parameters(own, spec)
 
-    grads = jax.jit(jax.grad(functools.partial(loss, first=own)))(params)
-    for name, g in grads["index"].items():
-        for leaf in jax.tree.leaves(g):
-            assert np.isfinite(leaf).all(), name
-    assert np.abs(grads["index"]["k_proj"]).max() > 0
-    with pytest.raises(UserError, match="index_dtype: index keys are float32 here, bfloat16 in a layer that shares"):
-        loss(params, own.clone(index_dtype=None))
+        def loss(params):
+            _, _, handed, aux = own.apply({"params": params}, x, ctx(train=True), None, spec)
+            assert handed["index_q"].dtype == handed["index_k"].dtype == jnp.float32  # what gradients are summed in
+            rest = {name: value for name, value in params.items() if name != "index"}
+            more = use.apply({"params": rest}, x, ctx(train=True), None, handed)[3]
+            return aux["loss/indexer"] + more["loss/indexer"]
+
+        return jax.jit(jax.grad(loss))(params)["index"]
+
+    narrow, wide = grads(*pair(index_dtype="bfloat16")), grads(*pair())
+    for name in wide:
+        for got, want in zip(jax.tree.leaves(narrow[name]), jax.tree.leaves(wide[name]), strict=True):
+            np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max(), err_msg=name)
 
 
 def pair(**fields):

@@ -2,15 +2,18 @@
 
 Each expert gets C rows of one array `[e c d]`, C being a little more than an even share, and all experts are multiplied in one batched
 product, which needs no copy of a weight (a loop over experts copies each weight it slices). Whatever an expert was chosen for beyond
-C rows is done in blocks of B rows of one expert, by a loop with as many turns as there are such blocks: none when load is even. So
-the result is exact under any routing, and time grows with the number of choices N k, not with the number of experts.
+C rows is done in blocks of rows of one expert, by loops with as many turns as there are such blocks: none when load is even. So the
+result is exact under any routing, and time grows with the number of choices N k, not with the number of experts.
 
 The backward pass is written out, for two reasons: a loop of unknown length has none of its own, and autodiff would scatter. Every
 product with weights is done once, gate and up are kept, and rows travel by gathers both ways: the slots know their token, the tokens
-their slots.
+their slots. The weight of a choice, p, never touches an array as wide as the experts: it is taken where rows are gathered.
 
-    h = p glu(g, u)    y_n = sum of its slots' h D        (p: the weight of the choice, moved before the product)
-    dh' = dy D^T       dp = sum_f glu(g, u) dh'           dg, du = pull-back of glu at p dh'
+    h = glu(x G, x U)      y_n = sum of p h D over the token's slots
+    dh = dy D^T            dp = sum_f h dh                dg, du = pull-back of glu at dh
+    dx_n = sum of p (dg G^T + du U^T)                     dG = (p x)^T dg    dU = (p x)^T du    dD = h^T (p dy)
+
+`(p x)^T` is gathered as it stands there, width before rows: XLA's CPU products are slower where they have to transpose their left side.
 """
 
 import functools
@@ -23,11 +26,11 @@ from jax import Array, lax
 
 from jaxllm.ops.experts import Experts, Unit
 from jaxllm.ops.glu import glu
-from jaxllm.ops.queues import gather_back, line_up, rows_of, seats, share
+from jaxllm.ops.queues import gather_back, line_up, rows_of, seats, share, sum_back
 
 
 class Plan(NamedTuple):
-    """Where each choice is computed (`jaxllm.ops.queues`). order: int32 `[nk + B]`, the queues one after another; starts, counts: int32
+    """Where each choice is computed (`jaxllm.ops.queues`). order: int32 `[nk + 64]`, the queues one after another; starts, counts: int32
     `[e]`, where they are. slot: int32 `[n k]`, rows: int32 `[e c]`."""
 
     order: Array
@@ -37,31 +40,31 @@ class Plan(NamedTuple):
     rows: Array
 
 
+# Rows of a turn, loop by loop. A turn copies an expert's weights and adds to their gradients, whatever it has to do: many rows at once
+# are cheaper where many are left, few where few are, as under a load that is nearly even.
+BLOCKS = (64, 16)
 SMALL = 2048  # rows of all experts up to which each expert gets one for every token: less than what a loop costs
 
 
 def capacity_of(tokens: int, choices: int, experts: int) -> int:
-    """Rows an expert gets: an even share and a standard deviation of a fair draw, in multiples of 8. More is padding for every expert,
-    less is a loop for most.
+    """Rows an expert gets: an even share and one and a half standard deviations of a fair draw, in multiples of 8. More is padding for
+    every expert, less is a loop for most.
 
     A token chooses an expert once, so `tokens` rows are enough for anything; few tokens get them.
     """
     if tokens * experts <= SMALL:
         return tokens
     share = choices / experts
-    return min(tokens, 8 * max(1, round((share + share**0.5) / 8)))
+    return min(tokens, 8 * max(1, round((share + 1.5 * share**0.5) / 8)))
 
 
-def block_of(tokens: int, capacity: int) -> int:
-    """Rows of a turn of the loop: about a quarter of what an expert gets, so that a turn is neither empty nor a copy for few."""
-    return 0 if capacity >= tokens else min(capacity, max(8, capacity // 4 // 8 * 8))
-
-
-def make_plan(experts: Array, number: int, capacity: int, block: int = 0, *, by_choice: bool = False) -> Plan:
+def make_plan(experts: Array, number: int, capacity: int, *, by_choice: bool = False) -> Plan:
     """experts int32 `[n k]`; by_choice: see `line_up`."""
     queues = line_up(experts, number, by_choice=by_choice)
     rows, slot = seats(queues, experts, capacity)
-    order = jnp.pad(queues.order, (0, block), constant_values=experts.size)  # the last block may reach beyond the end
+    order = jnp.pad(
+        queues.order, (0, max(BLOCKS)), constant_values=experts.size
+    )  # a last block may reach beyond the end
     return Plan(order, queues.starts, queues.counts, slot, rows)
 
 
@@ -71,8 +74,8 @@ def experts_sorted(
     """See the module. capacity: C; null = `capacity_of`."""
     n = x.shape[0]
     capacity = capacity_of(n, experts.size, w.number) if capacity is None else capacity
-    block = block_of(n, capacity)
-    return apply_plan(x, weights, w, make_plan(experts, w.number, capacity, block), unit, capacity, block)
+    blocks = BLOCKS if capacity < n else ()  # with a row for every token nothing is ever left
+    return apply_plan(x, weights, w, make_plan(experts, w.number, capacity), unit, capacity, blocks)
 
 
 def experts_capacity(
@@ -81,14 +84,16 @@ def experts_capacity(
     """Each expert computes its first `capacity` choices and drops the rest: first choices of all tokens before second ones (GShard,
     arXiv 2006.16668). Returns y and the number of choices dropped (fp32); a dropped choice adds exactly 0."""
     plan = make_plan(experts, w.number, capacity, by_choice=True)
-    y = apply_plan(x, weights, w, plan, unit, capacity, 0)
+    y = apply_plan(x, weights, w, plan, unit, capacity, ())
     return y, jnp.sum(jnp.maximum(plan.counts - capacity, 0)).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def apply_plan(x: Array, weights: Array, w: Experts, plan: Plan, unit: Unit, capacity: int, block: int) -> Array:
-    """`[n d]`. block: rows of a turn of the loop over what is beyond `capacity`; 0 = no loop."""
-    return _forward(x, weights, w, plan, unit, capacity, block)[0]
+def apply_plan(
+    x: Array, weights: Array, w: Experts, plan: Plan, unit: Unit, capacity: int, blocks: tuple[int, ...]
+) -> Array:
+    """`[n d]`. blocks: rows of a turn of each loop over what is beyond `capacity`; without loops that is dropped."""
+    return _forward(x, weights, w, plan, unit, capacity, blocks)[0]
 
 
 def _product(form: str, a: Array, b: Array) -> Array:
@@ -105,95 +110,122 @@ def _project(x: Array, w: Experts) -> tuple[Array, Array]:
     return _biased(gate, w.gate_bias), _biased(up, w.up_bias)
 
 
-def _out(gate: Array, up: Array, p: Array, w: Experts, unit: Unit) -> Array:
-    """gate, up `[e c f]`, p `[e c]` -> fp32 `[e c d]`."""
-    hidden = (glu(gate, up, *unit).astype(jnp.float32) * p[..., None]).astype(gate.dtype)
-    out = _product("ecf,efd->ecd", hidden, w.down)
-    return out if w.down_bias is None else out + p[..., None] * w.down_bias[:, None]
+def _out(gate: Array, up: Array, w: Experts, unit: Unit) -> Array:
+    """gate, up `[e c f]` -> fp32 `[e c d]`, without the weights of the choices."""
+    return _biased(_product("ecf,efd->ecd", glu(gate, up, *unit), w.down), w.down_bias)
+
+
+def _tokens_of(choices: Array, weights: Array) -> tuple[Array, Array]:
+    """Token and weight of each choice; for none, some token and 0. Made once: a loop over a gather would divide at every element."""
+    n, k = weights.shape
+    return lax.optimization_barrier((jnp.minimum(choices // k, n - 1), share(weights, choices)))
+
+
+def _gather_turned(x: Array, tokens: Array, p: Array) -> Array:
+    """`p x` of tokens `[e c]` as `[e d c]`. Element by element, as XLA would give a transposition back to the product."""
+    across = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
+    rows = x.at[tokens[:, None], across].get(mode="promise_in_bounds")
+    return (rows * p[:, None]).astype(x.dtype)
 
 
 def _pull(
-    x: Array, gate: Array, up: Array, p: Array, dy: Array, w: Experts, unit: Unit
+    x: Array, dy: Array, tokens: Array, p: Array, gate: Array, up: Array, w: Experts, unit: Unit
 ) -> tuple[Array, Array, Experts]:
-    """Gradients to x `[e c d]`, p `[e c]` and the weights, from `dy [e c d]` of each row's token. fp32."""
+    """Gradients to the rows `[e c d]` of tokens `[e c]`, without their weight; to p `[e c]`; and to the weights. fp32.
+
+    x, dy `[n d]`: of all tokens. gate, up `[e c f]`: of these.
+    """
+    rows = jnp.take(dy, tokens, axis=0, mode="clip")
     hidden, pull = jax.vjp(lambda g, u: glu(g, u, *unit), gate, up)
-    back = _product("ecd,efd->ecf", dy, w.down)
+    back = _product("ecd,efd->ecf", rows, w.down)
     dp = jnp.sum(hidden.astype(jnp.float32) * back, axis=-1)
-    dgate, dup = pull((back * p[..., None]).astype(hidden.dtype))
-    weighted = (hidden.astype(jnp.float32) * p[..., None]).astype(hidden.dtype)
+    dgate, dup = pull(back.astype(hidden.dtype))
     dx = _product("ecf,edf->ecd", dgate, w.gate) + _product("ecf,edf->ecd", dup, w.up)
+    xs, ys = _gather_turned(x, tokens, p), (rows * p[..., None]).astype(dy.dtype)
     bias: list[Array | None] = [None, None, None]
     if w.gate_bias is not None and w.up_bias is not None and w.down_bias is not None:
-        shared = dy.astype(jnp.float32)
-        dp = dp + jnp.einsum("ecd,ed->ec", shared, w.down_bias.astype(jnp.float32))
-        down = jnp.einsum("ecd,ec->ed", shared, p)
-        bias = [jnp.sum(dgate, axis=1, dtype=jnp.float32), jnp.sum(dup, axis=1, dtype=jnp.float32), down]
+        dp = dp + _product("ecd,ed->ec", rows, w.down_bias)
+        bias = [_product("ec,ecf->ef", p, dgate), _product("ec,ecf->ef", p, dup)]
+        bias.append(jnp.sum(ys, axis=1, dtype=jnp.float32))
     return dx, dp, Experts(
-        _product("ecd,ecf->edf", x, dgate),
-        _product("ecd,ecf->edf", x, dup),
-        _product("ecf,ecd->efd", weighted, dy),
+        _product("edc,ecf->edf", xs, dgate),
+        _product("edc,ecf->edf", xs, dup),
+        _product("ecf,ecd->efd", hidden, ys),
         *bias,
     )  # fmt: skip
 
 
-def _blocks(plan: Plan, capacity: int, block: int) -> tuple[Array, Array, Array]:
-    """The loop over what is beyond capacity: its number of turns, and for each expert the turns up to and before it."""
-    turns = -(-jnp.maximum(plan.counts - capacity, 0) // block)
-    upto = jnp.cumsum(turns)
-    return upto[-1], upto, upto - turns
+class Loop(NamedTuple):
+    """A loop over what is beyond capacity, `rows` rows of one expert a turn. first int32 `[e]`: where in its queue each expert starts;
+    upto, before int32 `[e]`: the turns of all experts up to each one, with and without it."""
+
+    rows: int
+    first: Array
+    upto: Array
+    before: Array
 
 
-def _turn(i: Array, plan: Plan, w: Experts, capacity: int, block: int) -> tuple[Array, Array, Experts]:
-    """Expert, choices `[B]` and weights of turn i."""
-    _, upto, before = _blocks(plan, capacity, block)
-    e = jnp.sum(upto <= i).astype(jnp.int32)
-    first = capacity + (i - before[e]) * block
-    choices = lax.dynamic_slice(plan.order, (plan.starts[e] + first,), (block,))
+def _loops(plan: Plan, capacity: int, blocks: tuple[int, ...]) -> list[Loop]:
+    """Full blocks, and one more for a rest that would take the next, smaller blocks more than two turns; the last loop takes every rest."""
+    loops, first = [], jnp.minimum(plan.counts, capacity)
+    for rows, smaller in zip(blocks, (*blocks, 0)[1:], strict=True):
+        left = plan.counts - first
+        turns = left // rows + (left % rows > 2 * smaller)
+        upto = jnp.cumsum(turns)
+        loops.append(Loop(rows, first, upto, upto - turns))
+        first = jnp.minimum(plan.counts, first + turns * rows)
+    return loops
+
+
+def _turn(i: Array, loop: Loop, plan: Plan, w: Experts) -> tuple[Array, Array, Experts]:
+    """Expert, choices `[rows]` and weights of turn i."""
+    e = jnp.sum(loop.upto <= i).astype(jnp.int32)
+    first = loop.first[e] + (i - loop.before[e]) * loop.rows
+    choices = lax.dynamic_slice(plan.order, (plan.starts[e] + first,), (loop.rows,))
     none = plan.slot.size
-    choices = jnp.where(first + jnp.arange(block) < plan.counts[e], choices, none)
+    choices = jnp.where(first + jnp.arange(loop.rows) < plan.counts[e], choices, none)
     return e, choices, jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, e, 1), w)
 
 
-def _forward(x: Array, weights: Array, w: Experts, plan: Plan, unit: Unit, capacity: int, block: int) -> Any:
+def _forward(
+    x: Array, weights: Array, w: Experts, plan: Plan, unit: Unit, capacity: int, blocks: tuple[int, ...]
+) -> Any:
     d, k, e = x.shape[1], weights.shape[1], w.number
-    p = share(weights, plan.rows).reshape(e, capacity)
     gate, up = _project(rows_of(x, plan.rows, k).reshape(e, capacity, d), w)
-    out = _out(gate, up, p, w, unit).reshape(e * capacity, d)
-    y = jnp.sum(gather_back(out, plan.slot), axis=1)  # fp32 [n d]
+    y = sum_back(_out(gate, up, w, unit).reshape(-1, d), plan.slot, weights)  # fp32 [n d]
 
-    def turn(i: Array, y: Array) -> Array:
-        _, choices, mine = _turn(i, plan, w, capacity, block)
+    def turn(loop: Loop, i: Array, y: Array) -> Array:
+        _, choices, mine = _turn(i, loop, plan, w)
         gate, up = _project(rows_of(x, choices, k)[None], mine)
-        return y.at[choices // k].add(_out(gate, up, share(weights, choices)[None], mine, unit)[0], mode="drop")
+        return y.at[choices // k].add(_out(gate, up, mine, unit)[0] * share(weights, choices)[:, None], mode="drop")
 
-    if block:
-        y = lax.fori_loop(0, _blocks(plan, capacity, block)[0], turn, y)
+    for loop in _loops(plan, capacity, blocks):
+        y = lax.fori_loop(0, loop.upto[-1], functools.partial(turn, loop), y)
     return y.astype(x.dtype), (x, weights, w, plan, gate, up)
 
 
-def _backward(unit: Unit, capacity: int, block: int, saved: Any, dy: Array) -> Any:
+def _backward(unit: Unit, capacity: int, blocks: tuple[int, ...], saved: Any, dy: Array) -> Any:
     x, weights, w, plan, gate, up = saved
-    d, k, e = x.shape[1], weights.shape[1], w.number
-
-    def rows(a: Array) -> Array:
-        return rows_of(a, plan.rows, k).reshape(e, capacity, d)
-
-    p = share(weights, plan.rows).reshape(e, capacity)
-    dslot, dp, dw = _pull(rows(x), gate, up, p, rows(dy), w, unit)
-    dx = jnp.sum(gather_back(dslot.reshape(-1, d), plan.slot), axis=1)
+    d, e = x.shape[1], w.number
+    # What glu makes on its way is cheaper made again than kept: the barrier keeps XLA from sharing it with the forward pass.
+    gate, up = lax.optimization_barrier((gate, up))
+    tokens, p = _tokens_of(plan.rows.reshape(e, capacity), weights)
+    dslot, dp, dw = _pull(x, dy, tokens, p, gate, up, w, unit)
+    dx = sum_back(dslot.reshape(-1, d), plan.slot, weights)
     dweights = gather_back(dp.reshape(-1), plan.slot).reshape(-1)
 
-    def turn(i: Array, carry: Any) -> Any:
+    def turn(loop: Loop, i: Array, carry: Any) -> Any:
         dx, dweights, dw = carry
-        expert, choices, mine = _turn(i, plan, w, capacity, block)
-        xs, ys = rows_of(x, choices, k)[None], rows_of(dy, choices, k)[None]
-        more, dp, part = _pull(xs, *_project(xs, mine), share(weights, choices)[None], ys, mine, unit)
-        dx = dx.at[choices // k].add(more[0], mode="drop")
+        expert, choices, mine = _turn(i, loop, plan, w)
+        tokens, p = _tokens_of(choices[None], weights)
+        gate, up = _project(jnp.take(x, tokens, axis=0, mode="clip"), mine)
+        more, dp, part = _pull(x, dy, tokens, p, gate, up, mine, unit)
+        dx = dx.at[choices // weights.shape[1]].add(more[0] * p[0][:, None], mode="drop")
         dweights = dweights.at[choices].set(dp[0], mode="drop")
         return dx, dweights, jax.tree.map(lambda a, b: a.at[expert].add(b[0]), dw, part)
 
-    if block:
-        dx, dweights, dw = lax.fori_loop(0, _blocks(plan, capacity, block)[0], turn, (dx, dweights, dw))
+    for loop in _loops(plan, capacity, blocks):
+        dx, dweights, dw = lax.fori_loop(0, loop.upto[-1], functools.partial(turn, loop), (dx, dweights, dw))
     dw = jax.tree.map(lambda a, b: a.astype(b.dtype), dw, w)
     nothing = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), plan)
     return dx.astype(x.dtype), dweights.reshape(weights.shape).astype(weights.dtype), dw, nothing

@@ -5,6 +5,8 @@ A *slot* is a row of an array in which experts compute, `C` slots an expert. Slo
 (`slot`), so that neither direction, nor its gradient, has to scatter rows, which CPUs do one by one.
 """
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -67,6 +69,14 @@ def gather_back(y: Array, slot: Array) -> Array:
     """`y [m ..]`, `slot [n k]` -> `[n k ..]`, zeros where a choice has no slot."""
     there = (slot < y.shape[0]).reshape(*slot.shape, *(1,) * (y.ndim - 1))
     return jnp.where(there, jnp.take(y, slot, axis=0, mode="clip"), 0)
+
+
+def sum_back(y: Array, slot: Array, weights: Array) -> Array:
+    """`y [m d]`, `slot [n k]`, `weights [n k]` -> `[n d]`: each token the weighted sum of its choices' slots. Choice by choice, which XLA
+    fuses into one pass; gathered all at once they would be written down first."""
+    return functools.reduce(
+        operator.add, (gather_back(y, slot[:, j]) * weights[:, j, None] for j in range(slot.shape[1]))
+    )
 
 
 @jax.custom_vjp

@@ -30,7 +30,7 @@ from jaxllm.ops.queues import gather_back, line_up, rows_of, seats, share, sum_b
 
 
 class Plan(NamedTuple):
-    """Where each choice is computed (`jaxllm.ops.queues`). order: int32 `[nk + 64]`, the queues one after another; starts, counts: int32
+    """Where each choice is computed (`jaxllm.ops.queues`). order: int32 `[nk + B]`, the queues one after another; starts, counts: int32
     `[e]`, where they are. slot: int32 `[n k]`, rows: int32 `[e c]`."""
 
     order: Array
@@ -40,9 +40,6 @@ class Plan(NamedTuple):
     rows: Array
 
 
-# Rows of a turn, loop by loop. A turn copies an expert's weights and adds to their gradients, whatever it has to do: many rows at once
-# are cheaper where many are left, few where few are, as under a load that is nearly even.
-BLOCKS = (64, 16)
 SMALL = 2048  # rows of all experts up to which each expert gets one for every token: less than what a loop costs
 
 
@@ -58,13 +55,20 @@ def capacity_of(tokens: int, choices: int, experts: int) -> int:
     return min(tokens, 8 * max(1, round((share + 1.5 * share**0.5) / 8)))
 
 
-def make_plan(experts: Array, number: int, capacity: int, *, by_choice: bool = False) -> Plan:
+def blocks_of(tokens: int, capacity: int) -> tuple[int, ...]:
+    """Rows of a turn, loop by loop. A turn copies an expert's weights and adds to their gradients, whatever it has to do: many rows at
+    once are cheaper where many are left, few where few are, as under a load that is nearly even."""
+    return () if capacity >= tokens else (-(-capacity // 256) * 64, 16)
+
+
+def make_plan(
+    experts: Array, number: int, capacity: int, blocks: tuple[int, ...] = (), *, by_choice: bool = False
+) -> Plan:
     """experts int32 `[n k]`; by_choice: see `line_up`."""
     queues = line_up(experts, number, by_choice=by_choice)
     rows, slot = seats(queues, experts, capacity)
-    order = jnp.pad(
-        queues.order, (0, max(BLOCKS)), constant_values=experts.size
-    )  # a last block may reach beyond the end
+    reach = max(blocks, default=0)  # a last block may go beyond the end
+    order = jnp.pad(queues.order, (0, reach), constant_values=experts.size)
     return Plan(order, queues.starts, queues.counts, slot, rows)
 
 
@@ -74,8 +78,8 @@ def experts_sorted(
     """See the module. capacity: C; null = `capacity_of`."""
     n = x.shape[0]
     capacity = capacity_of(n, experts.size, w.number) if capacity is None else capacity
-    blocks = BLOCKS if capacity < n else ()  # with a row for every token nothing is ever left
-    return apply_plan(x, weights, w, make_plan(experts, w.number, capacity), unit, capacity, blocks)
+    blocks = blocks_of(n, capacity)
+    return apply_plan(x, weights, w, make_plan(experts, w.number, capacity, blocks), unit, capacity, blocks)
 
 
 def experts_capacity(

@@ -13,7 +13,7 @@ from jaxllm.ops import experts_parallel
 from jaxllm.ops.dispatch import choose, dispatch
 from jaxllm.ops.experts import Experts, Unit, experts_dense, experts_few
 from jaxllm.ops.experts_ragged import experts_ragged
-from jaxllm.ops.experts_sorted import capacity_of, experts_capacity, experts_sorted, make_plan
+from jaxllm.ops.experts_sorted import blocks_of, capacity_of, experts_capacity, experts_sorted, make_plan
 from jaxllm.ops.queues import count
 
 N, D, F = 40, 16, 24
@@ -104,6 +104,7 @@ def test_paths_agree(kind):
 
 def test_queues_of_any_length_are_computed_once():
     """Beyond eight rows: nothing, one row, one and two small blocks, a large one half full, large and small ones."""
+    assert blocks_of(1000, 8) == (64, 16)
     lengths = [0, 8, 9, 24, 25, 40, 41, 8 + 64, 8 + 64 + 18, 8 + 2 * 64 + 40]
     chosen = np.random.default_rng(0).permutation(np.repeat(np.arange(10), lengths))
     experts, n = jnp.asarray(chosen[:, None], jnp.int32), len(chosen)
@@ -148,7 +149,7 @@ def test_counts_ignore_what_is_no_expert():
 def test_rows_of_an_expert_follow_its_share_not_the_number_of_experts():
     for e in (8, 16, 64):
         assert 4096 <= e * capacity_of(2048, 4096, e) <= 1.25 * 4096
-    assert capacity_of(12, 24, 8) == 12  # nothing can be left over
+    assert capacity_of(12, 24, 8) == 12 and blocks_of(12, 12) == ()  # nothing can be left over: no loop
 
 
 def over_devices(x, experts, p, w, unit, **kwargs):

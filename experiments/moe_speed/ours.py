@@ -1,14 +1,15 @@
 """Forward and backward of a block of experts beside the dense block of the same active size, on CPU. One JSON line each.
 
-    python experiments/moe_speed/ours.py [repeats] [experts,experts,...] [tokens]
+    python experiments/moe_speed/ours.py [repeats] [experts,experts,...] [tokens] [draw]
 
 2,048 tokens where no number is given, d 256, experts of width 512, 2 of them a token, float32; the gradient goes to input and weights.
 The dense block is one SwiGLU of width 1,024. All blocks are timed in turn, `repeats` times, so that what else the machine does falls on
 all alike: `ratio` is the median over turns of a block's speed against the dense block of the same turn.
 
 A block twice: `experts_E` with a softmax router of random weights, as in the peer's script, whose busiest expert has up to 1.6 times its
-share; `balanced_E` with a sigmoid router of random weights whose bias the quantile rule has set on this very input: as
-even as the rule makes it; training sets it by the batches before. `load_max` says how even the load was.
+share, and how many experts have more than theirs hangs on the `draw` of the weights (a number, 0 by default); `balanced_E` with a sigmoid
+router of random weights whose bias the quantile rule has set on this very input: as even as the rule makes it; training sets it by the
+batches before. `load_max` says how even the load was.
 """
 
 import functools
@@ -21,7 +22,7 @@ D, F, K = 256, 512, 2
 UPDATES = 20  # of a bias before its router is timed
 
 
-def main(repeats: int = 9, numbers: str = "8,16,32,64", tokens: int = 2048) -> None:
+def main(repeats: int = 9, numbers: str = "8,16,32,64", tokens: int = 2048, draw: int = 0) -> None:
     from jaxllm.backend import prepare
     from jaxllm.config import Common
 
@@ -35,11 +36,11 @@ def main(repeats: int = 9, numbers: str = "8,16,32,64", tokens: int = 2048) -> N
     from jaxllm.layers.moe import MoE
     from jaxllm.layers.router import SigmoidRouter
 
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((1, tokens, D)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, tokens, D)), jnp.float32)
     ctx = Context.whole(jnp.zeros((1, tokens), jnp.int32), train=True)
 
     def prepared(layer):
+        rng = np.random.default_rng((draw, getattr(layer, "num_experts", 1)))
         boxes = jax.eval_shape(lambda: layer.init(jax.random.key(0), x[:, :2], Context.whole(ctx.tokens[:, :2])))[
             "params"
         ]
@@ -98,5 +99,5 @@ def main(repeats: int = 9, numbers: str = "8,16,32,64", tokens: int = 2048) -> N
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:4]
-    main(*(kind(word) for kind, word in zip((int, str, int), words, strict=False)))
+    words = sys.argv[1:5]
+    main(*(kind(word) for kind, word in zip((int, str, int, int), words, strict=False)))

@@ -72,8 +72,9 @@ def gather_back(y: Array, slot: Array) -> Array:
 
 
 def sum_back(y: Array, slot: Array, weights: Array) -> Array:
-    """`y [m d]`, `slot [n k]`, `weights [n k]` -> `[n d]`: each token the weighted sum of its choices' slots. Choice by choice, which XLA
-    fuses into one pass; gathered all at once they would be written down first."""
+    """`y [m d]`, `slot [n k]`, `weights [n k]` -> `[n d]`: each token the weighted sum of its choices' slots; choices without one add 0,
+    whatever their weight. Choice by choice, which XLA fuses into one pass; gathered all at once they would be written down first."""
+    weights = jnp.where(slot < y.shape[0], weights, 0)
     return functools.reduce(
         operator.add, (gather_back(y, slot[:, j]) * weights[:, j, None] for j in range(slot.shape[1]))
     )

@@ -142,6 +142,15 @@ def test_a_queue_longer_than_small_integers_drops_nothing():
     assert float(dropped) == 0 and bool((jnp.abs(y).max(1) > 0).all())
 
 
+@pytest.mark.parametrize("path", [experts_sorted, looped, roomy])
+def test_a_choice_of_nobody_adds_zero_whatever_its_weight(path):
+    x, experts, p, w = inputs(*routing("padding"))
+    nobody = experts >= 8
+    y = path(x, experts, jnp.where(nobody, jnp.nan, p), w, SWIGLU)
+    np.testing.assert_array_equal(y[::3], 0)
+    same(y, experts_dense(x, experts, p, w, SWIGLU))
+
+
 def test_counts_ignore_what_is_no_expert():
     np.testing.assert_array_equal(count(jnp.array([[0, 2], [2, 3], [-1, 3]]), 3), [1, 0, 2])
 

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -171,11 +172,21 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+class Elsewhere(logging.Handler):
+    """Somebody else's log, which a server has to leave open: some handlers close the stream they write to with them."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
 @contextlib.contextmanager
 def stops_when_ready(arguments: list[str]) -> Iterator[None]:
     """A server runs until it is told to stop: by the signal that anybody would send, as soon as it says that it is healthy."""
     port = next(word.split("=")[1] for word in arguments if word.startswith("server.port="))
-    over = threading.Event()
+    over, log = threading.Event(), Elsewhere()
 
     def watch() -> None:
         while not over.wait(0.1):
@@ -191,6 +202,7 @@ def stops_when_ready(arguments: list[str]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+    assert not log.closed
 
 
 @pytest.fixture(scope="module")

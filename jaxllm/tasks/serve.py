@@ -71,6 +71,7 @@ def run(cfg: Config, io: TaskIO) -> dict[str, Any]:
             server.app,
             host=settings.host,
             port=settings.port,
+            log_config=None,  # its own closes every log handler of the process, some of which then close stderr
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -32,7 +32,7 @@ class Replica:
     def __init__(self, name):
         self.name, self.port, self.draining, self.served = name, free_port(), False, 0
         routes = [Route("/v1/models", self.models), Route("/v1/completions", self.complete, methods=["POST"])]
-        config = uvicorn.Config(Starlette(routes=routes), port=self.port, log_level="error")
+        config = uvicorn.Config(Starlette(routes=routes), port=self.port, log_config=None, log_level="error")
         self.http = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.http.run, daemon=True)
         self.thread.start()

@@ -37,7 +37,7 @@ class Running:
         self.server = Server(self.service, ServeSettings(**fields), "tiny", keys)
         self.service._observe = self.server.metrics.observe
         self.service.start()
-        self._http = uvicorn.Server(uvicorn.Config(self.server.app, port=0, log_level="error"))
+        self._http = uvicorn.Server(uvicorn.Config(self.server.app, port=0, log_config=None, log_level="error"))
         self._thread = threading.Thread(target=self._http.run, daemon=True)
         self._thread.start()
         while not self._http.started:

@@ -1,4 +1,4 @@
-"""Dropless experts on one device: tokens sorted by expert, one batched product for all experts, a loop for what did not fit.
+"""Dropless experts on one device: tokens sorted by expert, one batched product for all experts, loops for what did not fit.
 
 Each expert gets C rows of one array `[e c d]`, C being a little more than an even share, and all experts are multiplied in one batched
 product, which needs no copy of a weight (a loop over experts copies each weight it slices). Whatever an expert was chosen for beyond
@@ -7,7 +7,8 @@ result is exact under any routing, and time grows with the number of choices N k
 
 The backward pass is written out, for two reasons: a loop of unknown length has none of its own, and autodiff would scatter. Every
 product with weights is done once, gate and up are kept, and rows travel by gathers both ways: the slots know their token, the tokens
-their slots. The weight of a choice, p, never touches an array as wide as the experts: it is taken where rows are gathered.
+their slots. The weight of a choice, p, is taken where rows are gathered, and not on arrays as wide as the experts (but
+for the gradients of gate and up biases).
 
     h = glu(x G, x U)      y_n = sum of p h D over the token's slots
     dh = dy D^T            dp = sum_f h dh                dg, du = pull-back of glu at dh
@@ -30,8 +31,8 @@ from jaxllm.ops.queues import gather_back, line_up, rows_of, seats, share, sum_b
 
 
 class Plan(NamedTuple):
-    """Where each choice is computed (`jaxllm.ops.queues`). order: int32 `[nk + B]`, the queues one after another; starts, counts: int32
-    `[e]`, where they are. slot: int32 `[n k]`, rows: int32 `[e c]`."""
+    """Where each choice is computed (`jaxllm.ops.queues`). order: int32 `[nk + B]`, the queues one after another, and room for a last block
+    of B rows; starts, counts: int32 `[e]`, where they are. slot: int32 `[n k]`, rows: int32 `[e c]`."""
 
     order: Array
     starts: Array
@@ -44,8 +45,8 @@ SMALL = 2048  # rows of all experts up to which each expert gets one for every t
 
 
 def capacity_of(tokens: int, choices: int, experts: int) -> int:
-    """Rows an expert gets: an even share and one and a half standard deviations of a fair draw, in multiples of 8. More is padding for
-    every expert, less is a loop for most.
+    """Rows an expert gets: an even share and one and a half standard deviations of a fair draw, rounded to a multiple of 8 (280 for 256, 80
+    for 64). More is padding for every expert, less is a loop for most.
 
     A token chooses an expert once, so `tokens` rows are enough for anything; few tokens get them.
     """
@@ -126,7 +127,9 @@ def _tokens_of(choices: Array, weights: Array) -> tuple[Array, Array]:
 
 
 def _gather_turned(x: Array, tokens: Array, p: Array) -> Array:
-    """`p x` of tokens `[e c]` as `[e d c]`. Element by element, as XLA would give a transposition back to the product."""
+    """`p x` of tokens `[e c]` as `[e d c]`. On CPU element by element: XLA would give a transposition back to the product."""
+    if jax.default_backend() != "cpu":
+        return jnp.swapaxes((jnp.take(x, tokens, axis=0, mode="clip") * p[..., None]).astype(x.dtype), 1, 2)
     across = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
     rows = x.at[tokens[:, None], across].get(mode="promise_in_bounds")
     return (rows * p[:, None]).astype(x.dtype)

@@ -57,8 +57,8 @@ def capacity_of(tokens: int, choices: int, experts: int) -> int:
 
 
 def blocks_of(tokens: int, capacity: int) -> tuple[int, ...]:
-    """Rows of a turn, loop by loop. A turn copies an expert's weights and adds to their gradients, whatever it has to do: many rows at
-    once are cheaper where many are left, few where few are, as under a load that is nearly even."""
+    """Rows of a turn, loop by loop: a quarter of what an expert gets, up to a multiple of 64, then 16. A turn copies an expert's weights
+    and adds to their gradients, whatever it has to do: many rows at once are cheaper where many are left, few where few are."""
     return () if capacity >= tokens else (-(-capacity // 256) * 64, 16)
 
 
